@@ -1,0 +1,120 @@
+"""Expert parallelism of the reference: rows travel by point-to-point messages of torch.distributed.
+
+Point-to-point rather than an all-to-all, so that a rank that waits in vain can name the peer it waits for.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .routing import RoutePlan, pool_order
+from .runtime import get_timeout_seconds
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks in ``group``; None is one rank."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in ``group``; None is one rank."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def communication_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages live: ``device`` if the group has a backend for it, else one it has a backend for."""
+    kinds = [kind.type for kind in group._device_types]
+    if device.type in kinds:
+        return device
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.cuda.current_device())
+
+
+def exchange(
+    group: dist.ProcessGroup, rows: Tensor, send_counts: list[int], recv_counts: list[int], phase: str
+) -> Tensor:
+    """Send ``send_counts[p]`` consecutive rows to each peer p and receive ``recv_counts[p]`` from it.
+
+    Args:
+        group: the EP group.
+        rows: [sum(send_counts), columns], any dtype, ordered by peer.
+        send_counts, recv_counts: rows for and from each peer; the pair (p, q) agrees on them. A count of 0
+            sends no message.
+        phase: name of this exchange in error messages.
+
+    Returns:
+        [sum(recv_counts), columns] ordered by peer, on the device of ``rows``.
+
+    Raises:
+        RuntimeError: a peer did not arrive within ``get_timeout_seconds()``, or its connection broke.
+    """
+    rank = group_rank(group)
+    device = communication_device(group, rows.device)
+    # Bytes: some backends do not know bf16 or the fp8 types, and none has to.
+    outgoing = rows.contiguous().view(torch.uint8).to(device)
+    incoming = outgoing.new_empty(sum(recv_counts), outgoing.shape[1])
+    receives = list(incoming.split(recv_counts))
+    sends = list(outgoing.split(send_counts))
+    receives[rank].copy_(sends[rank])
+    peers = [peer for peer in range(len(sends)) if peer != rank]
+    operations = [
+        (peer, dist.P2POp(dist.irecv, receives[peer], group=group, group_peer=peer))
+        for peer in peers
+        if recv_counts[peer]
+    ]
+    operations += [
+        (peer, dist.P2POp(dist.isend, sends[peer], group=group, group_peer=peer))
+        for peer in peers
+        if send_counts[peer]
+    ]
+    _complete(operations, rank, phase)
+    return incoming.to(rows.device).view(rows.dtype)
+
+
+def _complete(operations: list[tuple[int, dist.P2POp]], rank: int, phase: str) -> None:
+    """Start all messages, then wait for each within the configured limit."""
+    if not operations:
+        return
+    seconds = get_timeout_seconds()
+    works = dist.batch_isend_irecv([operation for _, operation in operations])
+    # A backend that coalesces (NCCL) returns one work for all; then no single peer can be named.
+    names = [f"peer {peer}" for peer, _ in operations] if len(works) == len(operations) else ["its peers"]
+    for name, work in zip(names, works, strict=False):
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {rank}: {name} did not complete phase '{phase}' within {seconds:g} s "
+                f"(raise the limit with set_timeout_seconds; if the peer ended, see its own error): {error}"
+            ) from error
+
+
+class GroupTransport:
+    """Dispatch and combine over an EP group; rank r owns experts [r * El, (r + 1) * El)."""
+
+    def __init__(self, group: dist.ProcessGroup, plan: RoutePlan) -> None:
+        """Exchange the row counts. Collective over ``group``."""
+        self._group = group
+        size = group_size(group)
+        counts = plan.counts.reshape(size, -1)
+        received = exchange(group, counts, [1] * size, [1] * size, "counts")
+        self._send = [int(count) for count in counts.sum(1).tolist()]
+        self._recv = [int(count) for count in received.sum(1).tolist()]
+        self._counts = [int(count) for count in received.sum(0).tolist()]
+        self._order = pool_order(received)
+
+    def local_counts(self) -> list[int]:
+        return self._counts
+
+    def dispatch(self, rows: Tensor, phase: str) -> Tensor:
+        return exchange(self._group, rows, self._send, self._recv, phase)[self._order]
+
+    def combine(self, rows: Tensor, phase: str) -> Tensor:
+        by_rank = torch.empty_like(rows)
+        by_rank[self._order] = rows
+        return exchange(self._group, by_rank, self._recv, self._send, phase)

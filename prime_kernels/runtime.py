@@ -1,0 +1,160 @@
+"""Process-wide settings: which backend runs the kernels, on which device, with how many SMs.
+
+Nothing here touches a GPU, so that importing the package never creates a CUDA context.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+BACKENDS = ("auto", "reference", "sm90")
+BACKEND_ENV = "PRIME_KERNELS_BACKEND"
+DEVICE_ENV = "PRIME_KERNELS_DEVICE"
+TIMEOUT_ENV = "PRIME_KERNELS_TIMEOUT_SECONDS"
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+# The kernel (registry name) that serves a buffer's mma_type, and the compute capability it needs.
+_KERNEL_OF_MMA_TYPE = {"bf16xbf16": "mega_moe_bf16"}
+_SM90 = (9, 0)
+
+_backend: str | None = None
+_device: torch.device | None = None
+_num_sms: int | None = None
+_timeout_seconds: float | None = None
+
+
+def set_backend(name: str) -> None:
+    """Choose the backend of buffers built from now on.
+
+    Args:
+        name: ``"auto"`` (CPU tensors run the reference, SM90 GPUs run the kernels), ``"reference"``
+            (plain torch on any device) or ``"sm90"`` (the kernels, an error anywhere else).
+
+    Raises:
+        ValueError: for any other name.
+    """
+    global _backend
+    _backend = _checked_backend(name, "set_backend")
+
+
+def get_backend() -> str:
+    """The name given to :func:`set_backend`, else ``$PRIME_KERNELS_BACKEND``, else ``"auto"``."""
+    if _backend is not None:
+        return _backend
+    return _checked_backend(os.environ.get(BACKEND_ENV) or "auto", f"${BACKEND_ENV}")
+
+
+def _checked_backend(name: str, source: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{source}: unknown backend {name!r}; use one of {', '.join(BACKENDS)}")
+    return name
+
+
+def set_device(device: torch.device | str | None) -> None:
+    """Choose the device buffers are allocated on; ``None`` returns to the automatic choice.
+
+    The automatic choice is the device the process group communicates from (gloo alone: CPU; NCCL: the
+    current CUDA device), and without a group the current CUDA device where there is one, else the CPU.
+    ``$PRIME_KERNELS_DEVICE`` sets the same thing from outside.
+    """
+    global _device
+    _device = None if device is None else torch.device(device)
+
+
+def get_device() -> torch.device | None:
+    """The device chosen with :func:`set_device` or ``$PRIME_KERNELS_DEVICE``; None is the automatic one."""
+    if _device is not None:
+        return _device
+    name = os.environ.get(DEVICE_ENV)
+    return torch.device(name) if name else None
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Limit the SMs the persistent kernels occupy; the rest stay free for NCCL and other streams.
+
+    The limit is checked against the GPU's SM count at launch. The reference backend ignores it.
+
+    Raises:
+        ValueError: when ``num_sms`` is not a positive integer.
+    """
+    global _num_sms
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
+        raise ValueError(f"set_num_sms: got {num_sms!r}, needs an integer of at least 1 (SMs to use)")
+    _num_sms = num_sms
+
+
+def get_num_sms() -> int:
+    """The limit set with :func:`set_num_sms`, else all SMs of the current GPU, else 0 on a CPU machine."""
+    if _num_sms is not None:
+        return _num_sms
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def set_timeout_seconds(seconds: float) -> None:
+    """Set how long a rank waits for a peer before it raises.
+
+    Raise it where a first step may be late, for example while one rank compiles its kernels.
+
+    Raises:
+        ValueError: when ``seconds`` is not a positive number.
+    """
+    global _timeout_seconds
+    _timeout_seconds = _checked_timeout(seconds, "set_timeout_seconds")
+
+
+def get_timeout_seconds() -> float:
+    """The limit of :func:`set_timeout_seconds`, else ``$PRIME_KERNELS_TIMEOUT_SECONDS``, else 300 s."""
+    if _timeout_seconds is not None:
+        return _timeout_seconds
+    value = os.environ.get(TIMEOUT_ENV)
+    return _checked_timeout(value, f"${TIMEOUT_ENV}") if value else DEFAULT_TIMEOUT_SECONDS
+
+
+def _checked_timeout(value: float | str, source: str) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise ValueError(f"{source}: got {value!r}, needs a finite number of seconds above 0")
+    return seconds
+
+
+def resolve_backend(device: torch.device, mma_type: str) -> str:
+    """Decide which backend serves a buffer on ``device``: ``"reference"`` or ``"sm90"``.
+
+    Raises:
+        RuntimeError: when the device has no kernel for ``mma_type``. Falling back to the reference is
+            never done silently, it has to be asked for with ``set_backend("reference")``.
+    """
+    backend = get_backend()
+    if backend == "reference":
+        return backend
+    if device.type == "cpu":
+        if backend == "auto":
+            return "reference"
+        raise RuntimeError(
+            f'backend "{backend}" needs an SM90 GPU and this buffer is on the CPU; '
+            'use set_backend("auto") or set_backend("reference")'
+        )
+    fix = 'set_backend("reference") runs plain torch on any device'
+    kernel = _KERNEL_OF_MMA_TYPE.get(mma_type)
+    if kernel is None:
+        raise RuntimeError(f"mma_type {mma_type!r} has no GPU kernel, only the reference runs it; {fix}")
+    if device.type != "cuda":
+        raise RuntimeError(f"mma_type {mma_type!r} needs an SM90 GPU (Hopper), got device {device}; {fix}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability != _SM90:
+        raise RuntimeError(
+            f"mma_type {mma_type!r} needs an SM90 GPU (Hopper), {device} is "
+            f"SM{capability[0]}{capability[1]}; {fix}"
+        )
+    from . import registry
+
+    if not registry.is_available(kernel):
+        raise RuntimeError(f"kernel {kernel} is not available here: {registry.status()[kernel]}; {fix}")
+    return "sm90"
