@@ -1,0 +1,27 @@
+"""Exceptions and warnings of the kernel compiler."""
+
+from __future__ import annotations
+
+
+class ToolchainError(RuntimeError):
+    """NVRTC, a header package or the vendored headers are missing; the message names the command that installs them."""
+
+
+class CompileError(RuntimeError):
+    """The compiler refused a kernel. ``log`` holds its complete output."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class CubinError(RuntimeError):
+    """A cubin that cannot be read: not an ELF image of a GPU, or without the kernel that was asked for."""
+
+
+class CompileWarning(UserWarning):
+    """The assembler accepted a kernel but said something that costs speed, such as an ignored ``setmaxnreg``."""
+
+
+class CacheWarning(UserWarning):
+    """The kernel cache cannot be used as configured; kernels are compiled for this process only."""
