@@ -1,0 +1,102 @@
+"""The command line: `python -m prime_kernels <command> [arguments]`.
+
+Every command lives in a module of its own and is imported when it is called, so that `doctor` works with the
+core dependencies alone. A command's `main(argv)` takes its arguments and returns the exit code.
+
+Exit codes: 0 success, 1 the command ran and found something wrong, 2 it could not start (arguments, a missing
+package).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+PACKAGE = __package__ or "prime_kernels"
+
+# What the optional extra `cli` installs. A command that misses one of these is answered with the line that
+# installs them; any other import error is a fault of ours and is shown as it is.
+CLI_EXTRA_MODULES = frozenset({"tqdm", "matplotlib", "tabulate"})
+CLI_EXTRA_INSTALL = "pip install 'prime-kernels[cli]'"
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: where its `main(argv)` is ("module:function" inside this package), or its sub-commands."""
+
+    summary: str
+    target: str = ""
+    commands: Mapping[str, Command] | None = None
+
+
+COMMANDS: Mapping[str, Command] = {
+    "doctor": Command("what is installed, what is missing, and the pip line that fixes it", "doctor:main"),
+    "warmup": Command("compile the kernels of a model into the cache; needs no GPU", "warmup:main"),
+    "train": Command("train a small MoE language model on real text and check its gradients", "train:main"),
+    "parity": Command(
+        "compare the kernels with the float64 reference over a matrix of cases", "bench.parity:main"
+    ),
+    "bench": Command(
+        "measure kernels on this machine's GPU",
+        commands={"gemm": Command("the grouped BF16 GEMMs, in TFLOP/s", "bench.gemm:main")},
+    ),
+}
+
+
+def _parser(prog: str, commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+    width = max(len(name) for name in commands)
+    listing = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in commands.items())
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=f"commands:\n{listing}",
+        epilog=f"`{prog} COMMAND --help` describes the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands above")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
+    return parser
+
+
+def _load(target: str) -> object:
+    module_name, _, function_name = target.partition(":")
+    module = importlib.import_module(f".{module_name}", PACKAGE)
+    return getattr(module, function_name)
+
+
+def _dispatch(prog: str, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
+    parser = _parser(prog, commands)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    parsed = parser.parse_args(argv)
+    command = commands.get(parsed.command)
+    if command is None:
+        parser.error(f"unknown command {parsed.command!r}; choose from {', '.join(commands)}")
+    name = f"{prog} {parsed.command}"
+    if command.commands is not None:
+        return _dispatch(name, command.commands, parsed.arguments)
+    try:
+        function = _load(command.target)
+        assert callable(function), command.target
+        return int(function(parsed.arguments))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in CLI_EXTRA_MODULES:
+            raise
+        print(f"{name}: the package {missing!r} is not installed; {CLI_EXTRA_INSTALL}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. `argv` are the words after the program's name (default: `sys.argv[1:]`); returns the
+    exit code.
+
+    Raises SystemExit as argparse does (0 for `--help`, 2 for an unknown command).
+    """
+    return _dispatch(f"python -m {PACKAGE}", COMMANDS, list(sys.argv[1:] if argv is None else argv))

@@ -1,0 +1,192 @@
+"""The command `train`: from arguments to exit code."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from tqdm import tqdm
+
+from ..runtime import get_backend, resolve_backend, set_backend, set_device
+from . import report
+from .config import TrainConfig, parse_arguments
+from .corpus import Corpus, CorpusError, load_corpus
+from .parallel import Parallel, choose_device, environment_rank, environment_ranks, start, stop
+from .trainer import History, Trainer
+
+PROG = f"python -m {(__package__ or 'prime_kernels').partition('.')[0]} train"
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+LOG_SECONDS = 10.0  # how often the bar is written where it is no terminal
+MMA_TYPE = "bf16xbf16"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What computes the experts, and why."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(requested: str, device: torch.device) -> Backend:
+    """Set the process's backend. `auto` takes this GPU's kernel; where there is none it takes the reference
+    and says why.
+
+    Raises RuntimeError when the requested backend cannot run here.
+    """
+    if requested != "auto":
+        set_backend(requested)
+        return Backend(resolve_backend(device, MMA_TYPE), f"asked for with --backend {requested}")
+    try:
+        name = resolve_backend(device, MMA_TYPE)
+    except RuntimeError as error:
+        if get_backend() != "auto":
+            raise
+        set_backend("reference")
+        return Backend("reference", f"no kernel here: {error}")
+    if get_backend() != "auto":
+        return Backend(name, "asked for by the environment")
+    return Backend(name, "what a CPU runs" if device.type == "cpu" else "this GPU has a kernel")
+
+
+def _describe_backend(backend: Backend) -> str:
+    what = (
+        "reference (plain torch, not a kernel)" if backend.name == "reference" else f"{backend.name} kernels"
+    )
+    return f"{what}; {backend.reason}"
+
+
+def _print_header(trainer: Trainer, backend: Backend) -> None:
+    config, corpus, parallel = trainer.config, trainer.corpus, trainer.parallel
+    ranks = f"{parallel.size} rank" + ("s" if parallel.size > 1 else "")
+    rows = {
+        "text": f"{corpus.name}: {corpus.size:,} bytes without repeated paragraphs, "
+        f"{corpus.validation.numel():,} of them held out",
+        "entropy": f"{corpus.unigram_entropy:.3f} nats per byte for the unigram distribution of this text, "
+        f"{corpus.bigram_entropy:.3f} for its byte pairs",
+        "model": f"{config.layers} layers, hidden {config.hidden}, {config.experts} experts of "
+        f"{config.intermediate}, top-{config.topk}; {trainer.total_parameters() / 1e6:.1f} M parameters, "
+        f"{trainer.active_parameters() / 1e6:.1f} M per token",
+        "batch": f"{config.batch} sequences of {config.seq_len} bytes a step, {config.steps} steps",
+        "ranks": f"{ranks}, {config.experts // parallel.size} experts each, on "
+        f"{_device_name(parallel.device)}",
+        "backend": _describe_backend(backend),
+    }
+    for name, text in rows.items():
+        print(f"{name:<8} {text}", flush=True)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads a rank)"
+
+
+def _progress(steps: int, stream: TextIO) -> tqdm[int]:
+    interval = 0.1 if stream.isatty() else LOG_SECONDS
+    return tqdm(total=steps, unit="step", file=stream, mininterval=interval, dynamic_ncols=True, desc="train")
+
+
+def _train(trainer: Trainer) -> tuple[History, float]:
+    """All steps under a progress bar on rank 0; returns the history and the seconds."""
+    started = time.perf_counter()
+    if not trainer.parallel.is_main:
+        return trainer.train(lambda step, history: None), time.perf_counter() - started
+    with _progress(trainer.config.steps, sys.stderr) as bar:
+
+        def on_step(step: int, history: History) -> None:
+            postfix = {"loss": f"{history.loss[-1][1]:.3f}"}
+            if history.validation:
+                postfix["validation"] = f"{history.validation[-1][1]:.3f}"
+            bar.set_postfix(postfix, refresh=False)
+            bar.update()
+
+        history = trainer.train(on_step)
+    return history, time.perf_counter() - started
+
+
+def _run(config: TrainConfig, corpus: Corpus, parallel: Parallel, backend: Backend) -> int:
+    trainer = Trainer(config, corpus, parallel)
+    try:
+        if parallel.is_main:
+            _print_header(trainer, backend)
+        history, seconds = _train(trainer)
+        sample = trainer.sample()
+        check = trainer.check_gradients()
+    finally:
+        trainer.close()
+    loss, validation = report.running_mean([loss for _, loss in history.loss])[-1], history.validation[-1][1]
+    finite = all(math.isfinite(value) for _, value in history.loss + history.validation)
+    if parallel.is_main:
+        facts = {
+            "backend": backend.name,
+            "backend_reason": backend.reason,
+            "device": _device_name(parallel.device),
+            "ranks": parallel.size,
+            "parameters": trainer.total_parameters(),
+            "active_parameters": trainer.active_parameters(),
+            "seconds": seconds,
+            "bytes_per_second": config.steps * config.tokens / seconds,
+        }
+        record = report.run_record(config, corpus, history, check, sample, facts)
+        title = f"{config.layers}-layer MoE, {config.experts} experts top-{config.topk}, on {corpus.name}"
+        paths = report.write(config.out, record, history, corpus, title)
+        print(
+            f"\n--- sample, {config.sample_bytes} bytes after {config.prompt!r} ---\n{sample}\n--- end of "
+            f"sample ---\n"
+        )
+        print(
+            f"loss {loss:.3f} in training, {validation:.3f} on held-out text, after {config.steps} steps in "
+            f"{seconds:.0f} s "
+            f"({facts['bytes_per_second']:,.0f} bytes/s); unigram entropy {corpus.unigram_entropy:.3f}"
+        )
+        print(check.line())
+        print("wrote " + ", ".join(str(path) for path in paths), flush=True)
+        if not finite:
+            print(f"{PROG}: the loss is not finite; try a lower --lr", file=sys.stderr)
+    return EXIT_OK if check.passed and finite else EXIT_FAILED
+
+
+def _prepare(config: TrainConfig) -> tuple[Corpus, torch.device, Backend]:
+    """Everything that can be refused, before any work and before any process waits for another."""
+    config.check(environment_ranks())
+    corpus = load_corpus(config.text, min_bytes=config.seq_len + 2)
+    device = choose_device(config.device)
+    backend = choose_backend(config.backend, device)
+    set_device(device)
+    _make_writable(config.out)
+    return corpus, device, backend
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: {error.strerror or error}; choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {folder} is not writable; choose another folder")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the words after `train`. Returns 0, 1 (a gradient or the loss is wrong) or 2
+    (cannot run)."""
+    config = parse_arguments(PROG, argv)
+    try:
+        corpus, device, backend = _prepare(config)
+    except (ValueError, CorpusError, RuntimeError) as error:
+        if environment_rank() == 0:
+            print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    torch.manual_seed(config.seed)
+    parallel = start(device)
+    try:
+        return _run(config, corpus, parallel, backend)
+    finally:
+        stop(parallel)
