@@ -25,6 +25,11 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def communicates_from_cuda(group: dist.ProcessGroup) -> bool:
+    """Whether the group has a backend made for CUDA tensors (NCCL); gloo alone belongs to the CPU."""
+    return "nccl" in dist.get_backend_config(group)
+
+
 def communication_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where messages live: ``device`` if the group has a backend for it, else one it has a backend for."""
     kinds = [kind.type for kind in group._device_types]

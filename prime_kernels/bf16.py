@@ -1,0 +1,237 @@
+"""The BF16 Mega MoE functions: validation, then the buffer's backend."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import reference, validation
+from .ep import GroupTransport
+from .reference import BF16_ROUNDING, NO_ROUNDING, Experts, LocalTransport, Transport, WeightGrad
+from .routing import RoutePlan, make_route_plan
+from .symm import SymmBuffer
+
+_KERNEL = "mega_moe_bf16"
+
+
+def bf16_mega_moe(
+    y: Tensor,
+    l1_weights: Tensor,
+    l2_weights: Tensor,
+    sym_buffer: SymmBuffer,
+    shared_l1_weights: Tensor | None = None,
+    shared_l2_weights: Tensor | None = None,
+    cumulative_local_expert_recv_stats: Tensor | None = None,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    l1_natural_layout: bool = True,
+) -> None:
+    """Mixture-of-experts MLP over the ranks of the buffer's group: dispatch, L1, SwiGLU, L2, combine.
+
+    ``y_t = sum_k w_tk down_e(silu(min(g, c)) * clamp(u, -c, c))`` with [g | u] = x_t W13_e^T.
+    Staged before, in ``sym_buffer``: x[:n], topk_idx[:n] (-1: no expert) and topk_weights[:n], where n is the
+    row count of y, may differ between ranks and may be 0. Collective over the group.
+
+    Args:
+        y: bf16 [n, H], overwritten.
+        l1_weights: bf16 [El, 2I, H], rows [gate | up]. Only the last dim has to be contiguous.
+        l2_weights: bf16 [El, H, I]. Only the last dim has to be contiguous.
+        sym_buffer: the staging buffer. With "f32xf32" or "f64xf64" every bf16 here is fp32 or fp64.
+        shared_l1_weights, shared_l2_weights: [2Is, H] and [H, Is] of a shared expert, added with weight 1.
+        cumulative_local_expert_recv_stats: int32 [El]; the rows each local expert received are added to it.
+        activation: "swiglu".
+        activation_clamp: c, None for no clamp.
+        fast_math: the kernels may use approximate exp and division. The reference is exact either way.
+        l1_natural_layout: False when the gate and up rows of the L1 weights (the shared one's too) alternate
+            in groups of 8.
+
+    Raises:
+        ValueError: a tensor or argument outside its limits.
+        RuntimeError: more tokens than the buffer is sized for, a destroyed buffer, a peer that does not come.
+    """
+    buffer = sym_buffer
+    validation.check_buffer(buffer)
+    _check_call(buffer, l1_weights, l2_weights, activation, activation_clamp)
+    shared_inter = validation.check_shared_weights(shared_l1_weights, shared_l2_weights, buffer)
+    _check_layouts(buffer, shared_inter, l1_natural_layout=l1_natural_layout)
+    num_tokens = validation.check_rows("y", y, buffer)
+    validation.check_stats(cumulative_local_expert_recv_stats, buffer)
+    if buffer.backend != "reference":
+        _kernels().forward(
+            y, l1_weights, l2_weights, buffer, shared_l1_weights, shared_l2_weights,
+            cumulative_local_expert_recv_stats, activation_clamp, fast_math, l1_natural_layout,
+        )  # fmt: skip
+        return
+    with torch.no_grad():
+        x, topk_idx, topk_weights, plan, transport = _staged(buffer, num_tokens)
+        experts, shared = _experts(
+            buffer,
+            l1_weights,
+            l2_weights,
+            shared_l1_weights,
+            shared_l2_weights,
+            activation_clamp,
+            l1_natural_layout,
+        )
+        y.copy_(reference.run_forward(x, topk_idx, topk_weights, plan, transport, experts, shared))
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats += torch.tensor(
+                transport.local_counts(), dtype=torch.int32, device=y.device
+            )
+
+
+def bf16_mega_moe_backward(
+    dx: Tensor,
+    dw1: Tensor | None,
+    dw2: Tensor | None,
+    dtopk: Tensor,
+    dy: Tensor,
+    l1_weights: Tensor,
+    l2_weights: Tensor,
+    sym_buffer: SymmBuffer,
+    shared_l1_weights: Tensor | None = None,
+    shared_l2_weights: Tensor | None = None,
+    shared_dw1_weights: Tensor | None = None,
+    shared_dw2_weights: Tensor | None = None,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    dw_natural_layout: bool = True,
+    l1_natural_layout: bool = True,
+    accumulate: bool = False,
+) -> None:
+    """Gradients of :func:`bf16_mega_moe`; x and its routing are staged again before, nothing else is kept.
+
+    Every output is overwritten, whatever its memory held: exact zeros in the dW of an expert without rows, in
+    dtopk of a slot without expert, in dx of a token without expert. Collective over the group.
+
+    Args:
+        dx: bf16 [n, H], output.
+        dw1: bf16 or fp32 [El, 2I, H], output; None skips the work (frozen experts).
+        dw2: bf16 or fp32 [El, H, I], output; None skips the work.
+        dtopk: fp32 [n, K], output.
+        dy: bf16 [n, H].
+        l1_weights, l2_weights, sym_buffer: as in forward. With "f32xf32" or "f64xf64" every bf16 here is fp32
+            or fp64, and dtopk and dW of "f64xf64" are fp64.
+        shared_l1_weights, shared_l2_weights: as in forward.
+        shared_dw1_weights, shared_dw2_weights: [2Is, H] and [H, Is] outputs, of this rank's tokens alone;
+            None skips the work.
+        activation, activation_clamp, fast_math, l1_natural_layout: as in forward.
+        dw_natural_layout: False writes the rows of dw1 (and shared_dw1) with gate and up alternating in
+            groups of 8.
+        accumulate: add into the weight gradients, which must be fp32 then, instead of overwriting them.
+
+    Raises:
+        ValueError: a tensor or argument outside its limits; ``accumulate`` with bf16 dW.
+        RuntimeError: more tokens than the buffer is sized for, a destroyed buffer, a peer that does not come.
+    """
+    buffer = sym_buffer
+    validation.check_buffer(buffer)
+    _check_call(buffer, l1_weights, l2_weights, activation, activation_clamp)
+    shared_inter = validation.check_shared_weights(shared_l1_weights, shared_l2_weights, buffer)
+    _check_layouts(
+        buffer, shared_inter, l1_natural_layout=l1_natural_layout, dw_natural_layout=dw_natural_layout
+    )
+    num_tokens = validation.check_rows("dy", dy, buffer)
+    validation.check_token_grads(dx, dtopk, num_tokens, buffer)
+    validation.check_weight_grads(dw1, dw2, buffer, accumulate)
+    validation.check_shared_weight_grads(
+        shared_dw1_weights, shared_dw2_weights, shared_inter, buffer, accumulate
+    )
+    if buffer.backend != "reference":
+        _kernels().backward(
+            dx, dw1, dw2, dtopk, dy, l1_weights, l2_weights, buffer, shared_l1_weights, shared_l2_weights,
+            shared_dw1_weights, shared_dw2_weights, activation_clamp, fast_math, dw_natural_layout,
+            l1_natural_layout, accumulate,
+        )  # fmt: skip
+        return
+    with torch.no_grad():
+        x, topk_idx, topk_weights, plan, transport = _staged(buffer, num_tokens)
+        experts, shared = _experts(
+            buffer,
+            l1_weights,
+            l2_weights,
+            shared_l1_weights,
+            shared_l2_weights,
+            activation_clamp,
+            l1_natural_layout,
+        )
+        shared_dw1 = None if shared_dw1_weights is None else shared_dw1_weights.unsqueeze(0)
+        shared_dw2 = None if shared_dw2_weights is None else shared_dw2_weights.unsqueeze(0)
+        interleaved = not dw_natural_layout
+        dx_result, dtopk_result = reference.run_backward(
+            dy, x, topk_idx, topk_weights, plan, transport, experts,
+            WeightGrad(dw1, accumulate, interleaved), WeightGrad(dw2, accumulate), shared,
+            WeightGrad(shared_dw1, accumulate, interleaved), WeightGrad(shared_dw2, accumulate),
+        )  # fmt: skip
+        dx.copy_(dx_result)
+        dtopk.copy_(dtopk_result)
+
+
+def transform_weights_for_mega_moe(
+    l1_weights: Tensor, l2_weights: Tensor, activation: str = "swiglu", mma_type: str = "bf16xbf16"
+) -> tuple[Tensor, Tensor]:
+    """Bring weights with rows [gate | up] into the layout the BF16 functions read: the same one, so no copy.
+
+    Clients that call this before :func:`bf16_mega_moe` and train the weights in place stay right. Clients
+    that hold gate and up rows interleaved in groups of 8 pass ``l1_natural_layout=False`` instead
+    (``prime_kernels.reference.interleave_gate_up`` makes that layout).
+
+    Args:
+        l1_weights: [E, 2I, H] or a shared expert's [2I, H].
+        l2_weights: [E, H, I] or [H, I].
+        activation: "swiglu".
+        mma_type: "bf16xbf16", "f32xf32" or "f64xf64".
+
+    Raises:
+        ValueError: the shapes do not belong together, an unknown activation.
+        RuntimeError: an mma_type this package has no kernel for.
+    """
+    validation.check_activation(activation)
+    validation.check_mma_type(mma_type)
+    validation.check_weight_pair(l1_weights, l2_weights)
+    return l1_weights, l2_weights
+
+
+def _kernels() -> ModuleType:
+    from . import registry
+
+    return registry.load(_KERNEL)
+
+
+def _check_call(buffer: SymmBuffer, l1: Tensor, l2: Tensor, activation: str, clamp: float | None) -> None:
+    validation.check_activation(activation)
+    validation.check_clamp(clamp)
+    validation.check_weights(l1, l2, buffer)
+
+
+def _check_layouts(buffer: SymmBuffer, shared_inter: int | None, **natural_layouts: bool) -> None:
+    for argument, natural in natural_layouts.items():
+        if not natural:
+            validation.check_interleaved(buffer.intermediate_hidden, argument)
+            if shared_inter is not None:
+                validation.check_interleaved(shared_inter, argument)
+
+
+def _staged(buffer: SymmBuffer, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, RoutePlan, Transport]:
+    """This call's inputs, read from the buffer, with their route plan and transport (collective)."""
+    topk_idx = buffer.topk_idx[:num_tokens]
+    plan = make_route_plan(topk_idx, buffer.num_experts)
+    transport: Transport
+    transport = LocalTransport(plan) if buffer.group is None else GroupTransport(buffer.group, plan)
+    return buffer.x[:num_tokens], topk_idx, buffer.topk_weights[:num_tokens], plan, transport
+
+
+def _experts(
+    buffer: SymmBuffer, l1: Tensor, l2: Tensor, shared_l1: Tensor | None, shared_l2: Tensor | None,
+    clamp: float | None, natural: bool,
+) -> tuple[Experts, Experts | None]:  # fmt: skip
+    rounding = BF16_ROUNDING if buffer.mma_type == "bf16xbf16" else NO_ROUNDING
+    shared = None if shared_l1 is None or shared_l2 is None else (shared_l1, shared_l2)
+    return (
+        Experts(l1, l2, clamp, rounding, not natural),
+        reference.shared_experts(shared, clamp, rounding, not natural),
+    )

@@ -1,0 +1,240 @@
+"""The staging buffer that every rank of an expert-parallel group holds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import ep, runtime, validation
+from .validation import DATA_DTYPES
+
+logger = logging.getLogger(__name__)
+
+# Regions start at multiples of this many bytes, so that TMA and vector accesses may start at any of them.
+REGION_ALIGNMENT = 128
+
+_buffers: weakref.WeakValueDictionary[int, SymmBuffer] = weakref.WeakValueDictionary()
+_last_handle = 0
+
+
+@dataclass(frozen=True)
+class _Region:
+    """One tensor of the buffer: where it starts (bytes), and what it holds."""
+
+    offset: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, storage: Tensor) -> Tensor:
+        return storage[self.offset : self.end].view(self.dtype).view(self.shape)
+
+
+def _staging_layout(tokens: int, topk: int, hidden: int, mma_type: str) -> list[_Region]:
+    """x, topk_idx, topk_weights, one after the other."""
+    data = DATA_DTYPES[mma_type]
+    weights = torch.float64 if data == torch.float64 else torch.float32
+    regions: list[_Region] = []
+    end = 0
+    for columns, dtype in ((hidden, data), (topk, torch.int64), (topk, weights)):
+        offset = -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
+        regions.append(_Region(offset, (tokens, columns), dtype))
+        end = regions[-1].end
+    return regions
+
+
+def lookup_buffer(handle: int) -> SymmBuffer:
+    """The live buffer with this ``handle``.
+
+    Raises:
+        RuntimeError: when no such buffer is alive.
+    """
+    buffer = _buffers.get(handle)
+    if buffer is None:
+        raise RuntimeError(
+            f"no buffer with handle {handle} is alive; keep a reference to the SymmBuffer while it is in use"
+        )
+    return buffer
+
+
+class SymmBuffer:
+    """Staging memory for x and its routing, of equal layout on every rank of ``group``.
+
+    Stage inputs on the current stream right before each call (``buffer.x[:n].copy_(...)`` and so on).
+    Nothing in the buffer survives between calls, so all layers of a model can share one allocation.
+    Construction is collective over ``group``.
+
+    Args:
+        group: the EP group. None is the default group, or one rank when torch.distributed is not in use.
+        num_experts: E, experts over all ranks; a multiple of the group's size.
+        num_max_tokens_per_rank: T, the most tokens a rank may bring to one call.
+        num_topk: K, slots of a token; at most E and at most 32.
+        hidden: H.
+        intermediate_hidden: I.
+        num_shared_experts: shared experts the model adds to the routed ones.
+        mma_type: "bf16xbf16", or "f32xf32" / "f64xf64", which only the reference backend runs.
+        activation: "swiglu".
+        base: a live buffer of the same group whose memory this one views; then nothing is allocated.
+
+    Attributes:
+        x: [T, H] bf16 (fp32 and fp64 for the reference-only types).
+        topk_idx: int64 [T, K]; -1 marks a slot without an expert.
+        topk_weights: fp32 [T, K] (fp64 for "f64xf64").
+        num_bytes: bytes this buffer's layout takes on each rank.
+        buffer: the uint8 storage; None once destroyed.
+        backend: "reference" or "sm90".
+        rank, num_ranks, num_local_experts: this rank's place in the group.
+        handle: an int that :func:`lookup_buffer` maps back to this object while it lives.
+
+    Raises:
+        ValueError: an argument outside its limits, or one that differs between ranks (names both).
+        RuntimeError: no kernel for ``mma_type`` here, or a destroyed ``base``.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        num_shared_experts: int = 0,
+        mma_type: str = "fp8xfp4",
+        activation: str = "swiglu",
+        base: SymmBuffer | None = None,
+    ) -> None:
+        self.group = _resolve_group(group, base)
+        self.num_experts = num_experts
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_topk = num_topk
+        self.hidden = hidden
+        self.intermediate_hidden = intermediate_hidden
+        self.num_shared_experts = num_shared_experts
+        self.mma_type = mma_type
+        self.activation = activation
+        self.num_ranks = ep.group_size(self.group)
+        self.rank = ep.group_rank(self.group)
+        # The ranks compare before any of them refuses its arguments: the others would wait for it otherwise.
+        validation.check_equal_on_all_ranks(self.group, self._arguments(base), "SymmBuffer")
+        validation.check_buffer_arguments(self)
+        self.num_local_experts = num_experts // self.num_ranks
+        regions = _staging_layout(num_max_tokens_per_rank, num_topk, hidden, mma_type)
+        self.num_bytes = regions[-1].end
+        self.buffer: Tensor | None
+        if base is None:
+            device = _allocation_device(self.group)
+            self.backend = runtime.resolve_backend(device, mma_type)
+            self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            validation.check_base(self, base)
+            self.backend, self.buffer = base.backend, base.buffer
+        assert self.buffer is not None
+        # A view keeps its base alive; destroying the base ends its views too.
+        self._base = base
+        self.x, self.topk_idx, self.topk_weights = (region.view(self.buffer) for region in regions)
+        self.handle = _register(self)
+        logger.info("%s", self)
+
+    def _arguments(self, base: SymmBuffer | None) -> dict[str, Any]:
+        return {
+            "num_experts": self.num_experts,
+            "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
+            "num_topk": self.num_topk,
+            "hidden": self.hidden,
+            "intermediate_hidden": self.intermediate_hidden,
+            "num_shared_experts": self.num_shared_experts,
+            "mma_type": self.mma_type,
+            "activation": self.activation,
+            "base bytes": None if base is None else base.num_bytes,
+        }
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether :meth:`destroy` was called on this buffer or on its base."""
+        return self.buffer is None or (self._base is not None and self._base.destroyed)
+
+    def destroy(self) -> None:
+        """Give the memory back; a second call does nothing. Views of this buffer end with it.
+
+        Not collective, and not needed before the process ends: no rank waits for another here.
+        """
+        _buffers.pop(self.handle, None)
+        self.buffer = None
+        self.group = None
+        self.x = self.topk_idx = self.topk_weights = torch.empty(0)
+
+    def __repr__(self) -> str:
+        kind = "view" if self._base is not None else "buffer"
+        size = f"{self.num_bytes} bytes on each of {self.num_ranks} rank(s)"
+        state = "destroyed" if self.destroyed else size
+        return (
+            f"SymmBuffer({self.mma_type} {kind}, {state}, backend {self.backend}, E={self.num_experts}, "
+            f"T={self.num_max_tokens_per_rank}, K={self.num_topk}, H={self.hidden}, "
+            f"I={self.intermediate_hidden})"
+        )
+
+
+def get_symm_buffer_for_mega_moe(
+    group: dist.ProcessGroup | None,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    num_shared_experts: int = 0,
+    use_fp8_dispatch: bool | None = None,
+    mma_type: str = "fp8xfp4",
+    activation: str = "swiglu",
+) -> SymmBuffer:
+    """Build a :class:`SymmBuffer`; the arguments are the same.
+
+    Args:
+        use_fp8_dispatch: what older clients pass instead of ``mma_type``; it has to agree with it.
+
+    Raises:
+        ValueError: ``use_fp8_dispatch`` contradicts ``mma_type``; else as :class:`SymmBuffer`.
+    """
+    if use_fp8_dispatch is not None:
+        validation.check_fp8_dispatch(use_fp8_dispatch, mma_type)
+        warnings.warn("use_fp8_dispatch is deprecated, pass mma_type", DeprecationWarning, stacklevel=2)
+    return SymmBuffer(
+        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden,
+        num_shared_experts, mma_type, activation,
+    )  # fmt: skip
+
+
+def _resolve_group(group: dist.ProcessGroup | None, base: SymmBuffer | None) -> dist.ProcessGroup | None:
+    if group is None and base is not None:
+        return base.group
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
+def _allocation_device(group: dist.ProcessGroup | None) -> torch.device:
+    device = runtime.get_device()
+    if device is None:
+        with_cuda = torch.cuda.is_available() if group is None else ep.communicates_from_cuda(group)
+        device = torch.device("cuda" if with_cuda else "cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _register(buffer: SymmBuffer) -> int:
+    global _last_handle
+    _last_handle += 1
+    _buffers[_last_handle] = buffer
+    return _last_handle

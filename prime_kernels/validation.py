@@ -1,0 +1,267 @@
+"""The errors of the public functions, raised before anything is launched.
+
+Each message names the value, the limit and what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .reference import INTERLEAVE
+
+if TYPE_CHECKING:
+    from .symm import SymmBuffer
+
+MAX_TOPK = 32
+# What the SM90 BF16 kernels take: H in whole 64-element swizzle rows, I in whole 128-column tiles. The
+# reference has no such limits, but bf16 buffers obey them everywhere, so that what runs on a CPU runs there.
+HIDDEN_MULTIPLE = 64
+INTERMEDIATE_MULTIPLE = 128
+ACTIVATIONS = ("swiglu",)
+# dtype of x, y, dy, dx and the weights of each mma_type this package runs.
+DATA_DTYPES = {"bf16xbf16": torch.bfloat16, "f32xf32": torch.float32, "f64xf64": torch.float64}
+
+
+def check_equal_on_all_ranks(group: dist.ProcessGroup | None, arguments: dict[str, Any], what: str) -> None:
+    """Compare ``arguments`` over the group (collective); ValueError names each differing field and ranks."""
+    if group is None:
+        return
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, arguments, group=group)
+    problems = []
+    for name in arguments:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            ranks_of.setdefault(repr(theirs[name]), []).append(rank)
+        if len(ranks_of) > 1:
+            problems.append(
+                f"{name} is " + ", ".join(f"{value} on rank(s) {ranks}" for value, ranks in ranks_of.items())
+            )
+    if problems:
+        raise ValueError(f"{what}: {'; '.join(problems)}; pass equal arguments on all ranks of the group")
+
+
+def check_mma_type(mma_type: str) -> None:
+    if mma_type not in DATA_DTYPES:
+        raise RuntimeError(
+            f"mma_type {mma_type!r} has no kernel in this package; use one of {', '.join(DATA_DTYPES)}"
+        )
+
+
+def wide_dtype(mma_type: str) -> torch.dtype:
+    """dtype of topk_weights and dtopk, and the dtype weight gradients accumulate in."""
+    return torch.float64 if DATA_DTYPES[mma_type] == torch.float64 else torch.float32
+
+
+def check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; this package has {', '.join(ACTIVATIONS)}")
+
+
+def check_clamp(clamp: float | None) -> None:
+    if clamp is not None and not clamp > 0:
+        raise ValueError(f"activation_clamp is {clamp}, needs a value above 0, or None for no clamp")
+
+
+def check_buffer_arguments(buffer: SymmBuffer) -> None:
+    """Limits of a buffer's shape; raises ValueError, or RuntimeError for an mma_type without a kernel."""
+    check_mma_type(buffer.mma_type)
+    check_activation(buffer.activation)
+    for name in ("num_experts", "num_max_tokens_per_rank", "num_topk", "hidden", "intermediate_hidden"):
+        _check_int(name, getattr(buffer, name), 1)
+    _check_int("num_shared_experts", buffer.num_shared_experts, 0)
+    if buffer.num_experts % buffer.num_ranks:
+        raise ValueError(
+            f"num_experts is {buffer.num_experts}, needs a multiple of the group's {buffer.num_ranks} ranks; "
+            "change the group or the expert count"
+        )
+    if buffer.num_topk > min(buffer.num_experts, MAX_TOPK):
+        raise ValueError(
+            f"num_topk is {buffer.num_topk}, at most {min(buffer.num_experts, MAX_TOPK)} is possible "
+            f"(num_experts is {buffer.num_experts}, kernels take up to {MAX_TOPK}); route to fewer experts"
+        )
+    if buffer.mma_type == "bf16xbf16":
+        _check_multiple("hidden", buffer.hidden, HIDDEN_MULTIPLE)
+        _check_multiple("intermediate_hidden", buffer.intermediate_hidden, INTERMEDIATE_MULTIPLE)
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, needs an integer of at least {least}")
+
+
+def _check_multiple(name: str, value: int, multiple: int) -> None:
+    if value % multiple:
+        below, above = value // multiple * multiple, -(-value // multiple) * multiple
+        raise ValueError(
+            f"{name} is {value}, bf16xbf16 needs a multiple of {multiple}; use {below or above} or {above}, "
+            "or pad the weights with zeros"
+        )
+
+
+def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
+    if base.destroyed:
+        raise RuntimeError("base was destroyed; build a new buffer and view that one")
+    if buffer.group is not base.group:
+        raise ValueError(
+            f"a view and its base need the same group; got one of {buffer.num_ranks} rank(s) over a base of "
+            f"{base.num_ranks}; pass the base's group or build a buffer without base"
+        )
+    if buffer.num_bytes > base.num_bytes:
+        raise ValueError(
+            f"the view needs {buffer.num_bytes} bytes and its base holds {base.num_bytes} bytes; build the "
+            "base for the larger shape"
+        )
+
+
+def check_fp8_dispatch(use_fp8_dispatch: bool, mma_type: str) -> None:
+    if use_fp8_dispatch != mma_type.startswith("fp8x"):
+        raise ValueError(
+            f"use_fp8_dispatch is {use_fp8_dispatch} and mma_type is {mma_type!r}; drop use_fp8_dispatch"
+        )
+
+
+def check_tensor(
+    name: str, tensor: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Type, device, dtype, shape, and that elements of the last dim are adjacent."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is {_brief(tensor)}, needs a tensor of shape {list(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the buffer is on {device}; move it there")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} is {tensor.dtype}, needs {wanted}; convert it")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, needs {list(shape)}")
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(-1)} in its last dim, needs 1 (other dims may be strided); "
+            "call .contiguous()"
+        )
+
+
+def check_rows(name: str, tensor: Any, buffer: SymmBuffer) -> int:
+    """A [n, H] tensor of this rank's tokens in the buffer's data type; returns n."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+        raise ValueError(f"{name} is {_brief(tensor)}, needs a tensor of shape [n, {buffer.hidden}]")
+    num_tokens = tensor.shape[0]
+    check_tensor(name, tensor, (num_tokens, buffer.hidden), (DATA_DTYPES[buffer.mma_type],), buffer.x.device)
+    if num_tokens > buffer.num_max_tokens_per_rank:
+        raise RuntimeError(
+            f"buffer is sized for {buffer.num_max_tokens_per_rank} tokens/rank, got {num_tokens}; build it "
+            f"with num_max_tokens_per_rank of at least {num_tokens}"
+        )
+    return num_tokens
+
+
+def _brief(value: Any) -> str:
+    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def check_buffer(buffer: Any) -> None:
+    """A live buffer of a type the BF16 functions take."""
+    if getattr(buffer, "mma_type", None) not in DATA_DTYPES:
+        raise ValueError(
+            f"sym_buffer is {buffer!r}, needs a SymmBuffer of mma_type {' or '.join(DATA_DTYPES)}; "
+            "build it with get_symm_buffer_for_mega_moe"
+        )
+    if buffer.destroyed:
+        raise RuntimeError("sym_buffer was destroyed; build a new one")
+
+
+def check_weights(l1: Any, l2: Any, buffer: SymmBuffer) -> None:
+    dtype, device = (DATA_DTYPES[buffer.mma_type],), buffer.x.device
+    experts, hidden, inter = buffer.num_local_experts, buffer.hidden, buffer.intermediate_hidden
+    check_tensor("l1_weights", l1, (experts, 2 * inter, hidden), dtype, device)
+    check_tensor("l2_weights", l2, (experts, hidden, inter), dtype, device)
+
+
+def check_shared_weights(l1: Any, l2: Any, buffer: SymmBuffer) -> int | None:
+    """The shared expert's weights come together; returns its intermediate size Is (None: no such expert)."""
+    if (l1 is None) != (l2 is None):
+        missing = "shared_l1_weights" if l1 is None else "shared_l2_weights"
+        raise ValueError(f"{missing} is None and the other shared weight is not; pass both or neither")
+    if l1 is None:
+        return None
+    dtype, device = (DATA_DTYPES[buffer.mma_type],), buffer.x.device
+    if not isinstance(l2, Tensor) or l2.dim() != 2:
+        raise ValueError(f"shared_l2_weights is {_brief(l2)}, needs a tensor of shape [{buffer.hidden}, Is]")
+    inter = l2.shape[1]
+    if buffer.mma_type == "bf16xbf16":
+        _check_multiple("the shared expert's intermediate size", inter, INTERMEDIATE_MULTIPLE)
+    check_tensor("shared_l1_weights", l1, (2 * inter, buffer.hidden), dtype, device)
+    check_tensor("shared_l2_weights", l2, (buffer.hidden, inter), dtype, device)
+    return inter
+
+
+def check_interleaved(inter: int, argument: str) -> None:
+    if inter % INTERLEAVE:
+        raise ValueError(
+            f"{argument}=False interleaves gate and up in groups of {INTERLEAVE} rows; the intermediate size "
+            f"{inter} is no multiple of that, use {argument}=True"
+        )
+
+
+def check_token_grads(dx: Any, dtopk: Any, num_tokens: int, buffer: SymmBuffer) -> None:
+    data, device = DATA_DTYPES[buffer.mma_type], buffer.x.device
+    check_tensor("dx", dx, (num_tokens, buffer.hidden), (data,), device)
+    check_tensor("dtopk", dtopk, (num_tokens, buffer.num_topk), (wide_dtype(buffer.mma_type),), device)
+
+
+def check_weight_grads(dw1: Any, dw2: Any, buffer: SymmBuffer, accumulate: bool) -> None:
+    experts, hidden, inter = buffer.num_local_experts, buffer.hidden, buffer.intermediate_hidden
+    _check_weight_grad("dw1", dw1, (experts, 2 * inter, hidden), buffer, accumulate)
+    _check_weight_grad("dw2", dw2, (experts, hidden, inter), buffer, accumulate)
+
+
+def check_shared_weight_grads(
+    dw1: Any, dw2: Any, inter: int | None, buffer: SymmBuffer, accumulate: bool
+) -> None:
+    """``inter`` is the shared expert's intermediate size, None without shared weights."""
+    if inter is None:
+        for name, grad in (("shared_dw1_weights", dw1), ("shared_dw2_weights", dw2)):
+            if grad is not None:
+                raise ValueError(
+                    f"{name} is given without shared weights; pass shared_l1_weights and shared_l2_weights"
+                )
+        return
+    _check_weight_grad("shared_dw1_weights", dw1, (2 * inter, buffer.hidden), buffer, accumulate)
+    _check_weight_grad("shared_dw2_weights", dw2, (buffer.hidden, inter), buffer, accumulate)
+
+
+def _check_weight_grad(
+    name: str, grad: Any, shape: tuple[int, ...], buffer: SymmBuffer, accumulate: bool
+) -> None:
+    if grad is None:
+        return
+    data, wide = DATA_DTYPES[buffer.mma_type], wide_dtype(buffer.mma_type)
+    check_tensor(name, grad, shape, (data, wide) if data != wide else (data,), buffer.x.device)
+    if accumulate and grad.dtype != wide:
+        raise ValueError(
+            f"accumulate is True and {name} is {grad.dtype}, needs {wide} (a framework's main_grad): 16 bits "
+            f"lose what many micro-batches add; use a {wide} gradient or accumulate=False"
+        )
+
+
+def check_weight_pair(l1: Any, l2: Any) -> None:
+    """[..., 2I, H] and [..., H, I] that belong together, of one floating dtype."""
+    for name, weight in (("l1_weights", l1), ("l2_weights", l2)):
+        if not isinstance(weight, Tensor) or weight.dim() not in (2, 3):
+            raise ValueError(f"{name} is {_brief(weight)}, needs a 2-D or 3-D tensor")
+    matching = (*l1.shape[:-2], l1.shape[-1], l1.shape[-2] // 2)
+    if l2.shape != matching or l1.shape[-2] % 2 or l1.dtype != l2.dtype:
+        raise ValueError(
+            f"l1_weights {l1.dtype} {list(l1.shape)} and l2_weights {l2.dtype} {list(l2.shape)} do not "
+            "belong together; needs [..., 2I, H] and [..., H, I] of one dtype"
+        )
+
+
+def check_stats(stats: Any, buffer: SymmBuffer) -> None:
+    if stats is not None:
+        shape, device = (buffer.num_local_experts,), buffer.x.device
+        check_tensor("cumulative_local_expert_recv_stats", stats, shape, (torch.int32,), device)
