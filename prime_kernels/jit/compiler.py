@@ -10,16 +10,17 @@ from typing import Any
 from .cubin import Cubin, ptxas_warnings, read_resources
 from .errors import CompileError, CompileWarning, ToolchainError
 from .source import KernelSource
-from .toolchain import Toolchain, find_toolchain, import_nvrtc, package_include_dirs
+from .toolchain import Toolchain, import_nvrtc, package_include_dirs
 
-# What every kernel is compiled with. CUTLASS needs C++20 and 128-bit integers here; unannotated functions of its
-# headers must count as device functions, because NVRTC has no host side.
+PRELUDE = "prime_kernels/nvrtc_prelude.cuh"
+# What every kernel is compiled with. CUTLASS needs C++20 and 128-bit integers here; unannotated functions of
+# its headers must count as device functions, because NVRTC has no host side.
 BASE_OPTIONS = (
     "--std=c++20",
     "--device-int128",
     "--device-as-default-execution-space",
     "--ptxas-options=--verbose",
-    "--pre-include=prime_kernels/nvrtc_prelude.cuh",
+    f"--pre-include={PRELUDE}",
     # Unused variables and functions, unreachable code and sign changes of the vendored headers.
     "--diag-suppress=39,161,174,177,186,940",
 )
@@ -52,7 +53,7 @@ def _check(nvrtc: ModuleType, status: Any) -> None:
 
 def command_line(source: KernelSource, toolchain: Toolchain) -> list[str]:
     """Options NVRTC is called with, include directories last."""
-    directories = (*package_include_dirs(), *toolchain.include_dirs)
+    directories = (*source.include_dirs, *package_include_dirs(), *toolchain.include_dirs)
     return [
         f"--gpu-architecture={source.arch}",
         *BASE_OPTIONS,
@@ -77,7 +78,8 @@ def compile_image(source: KernelSource, toolchain: Toolchain) -> CompiledImage:
         log_text = log.rstrip(b"\0").decode(errors="replace")
         if int(status) != 0:
             raise CompileError(
-                f"kernel {source.name!r} does not compile for {source.arch} with {toolchain.version_string}:\n{log_text}",
+                f"kernel {source.name!r} does not compile for {source.arch} "
+                f"with {toolchain.version_string}:\n{log_text}",
                 log_text,
             )
         status, symbol = nvrtc.nvrtcGetLoweredName(program, expression)
@@ -89,13 +91,9 @@ def compile_image(source: KernelSource, toolchain: Toolchain) -> CompiledImage:
 
 
 def compile_uncached(source: KernelSource, toolchain: Toolchain) -> Cubin:
-    """Compiles ``source`` and reads the cubin's resources. What the assembler warns of is raised as CompileWarning."""
+    """Compiles ``source`` and reads its resources. Warnings of the assembler become CompileWarnings."""
     image = compile_image(source, toolchain)
     for line in ptxas_warnings(image.log):
         warnings.warn(f"kernel {source.name!r} for {source.arch}: {line}", CompileWarning, stacklevel=3)
     resources = read_resources(image.data, image.symbol, image.log)
     return Cubin(image.data, image.symbol, source.arch, resources, image.log)
-
-
-def compile_kernel(source: KernelSource) -> Cubin:
-    return compile_uncached(source, find_toolchain())

@@ -1,7 +1,7 @@
 """A compiled kernel and what it costs: registers, stack, shared and constant memory, read from the ELF image.
 
-Reading the image needs neither a driver nor the CUDA toolkit. The layout of the ``.nv.info`` sections is that which
-``cuobjdump -elf`` prints; a test compares the figures with ``cuobjdump -res-usage``.
+Reading the image needs neither a driver nor the CUDA toolkit. The layout of the ``.nv.info`` sections is that
+which ``cuobjdump -elf`` prints; a test compares the figures with ``cuobjdump -res-usage``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Resources:
     stack_bytes: frame per thread in local memory. Spilled registers live there, so 0 means no spills.
     local_bytes: local memory per thread beside the stack.
     spill_store_bytes, spill_load_bytes: as ptxas reported them when the kernel was compiled.
-    static_smem: shared memory per block before the dynamic part of the launch. A dynamic array with a large alignment
-        shows up here with that alignment.
+    static_smem: shared memory per block before the dynamic part of the launch. A dynamic array with a large
+        alignment shows up here with that alignment.
     constant_bytes: constant bank 0, which holds the kernel's parameters.
     """
 
@@ -91,12 +91,12 @@ class Cubin:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines of the log in which the assembler warns or says that it ignored something (``setmaxnreg``)."""
+        """What the assembler warned of, among it an ignored ``setmaxnreg``."""
         return ptxas_warnings(self.log)
 
 
 def ptxas_warnings(log: str) -> tuple[str, ...]:
-    """Warning lines of a ptxas log. ptxas reports an ignored ``setmaxnreg`` as an info line, so that counts too."""
+    """Warning lines of a ptxas log, and its info lines about something ignored (``setmaxnreg``)."""
     return tuple(
         line.strip()
         for line in log.splitlines()
@@ -135,7 +135,9 @@ def _sections(image: bytes) -> list[_Section]:
         raise CubinError("not an ELF image")
     (machine,) = struct.unpack_from("<H", image, _MACHINE_OFFSET)
     if image[_CLASS_OFFSET] != _ELF_CLASS_64 or machine != _EM_CUDA:
-        raise CubinError(f"an ELF image, but not a 64-bit one for CUDA (class {image[_CLASS_OFFSET]}, machine {machine})")
+        raise CubinError(
+            f"an ELF image, but not a 64-bit one for CUDA (class {image[_CLASS_OFFSET]}, machine {machine})"
+        )
     (table,) = struct.unpack_from("<Q", image, _SECTION_TABLE_OFFSET)
     entry_size, count, names_index = struct.unpack_from("<HHH", image, _SECTION_COUNTS_OFFSET)
     headers = [_SECTION_HEADER.unpack_from(image, table + index * entry_size) for index in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ToolchainError(RuntimeError):
-    """NVRTC, a header package or the vendored headers are missing; the message names the command that installs them."""
+    """NVRTC, CUDA headers or vendored headers are missing; the message says how to install them."""
 
 
 class CompileError(RuntimeError):
@@ -20,7 +20,7 @@ class CubinError(RuntimeError):
 
 
 class CompileWarning(UserWarning):
-    """The assembler accepted a kernel but said something that costs speed, such as an ignored ``setmaxnreg``."""
+    """The assembler accepted a kernel but warned, for example that it ignores a ``setmaxnreg``."""
 
 
 class CacheWarning(UserWarning):

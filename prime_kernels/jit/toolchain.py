@@ -1,9 +1,9 @@
 """Finds what a kernel compile needs: NVRTC and the CUDA headers, from pip packages or a CUDA toolkit.
 
 Nothing here creates a CUDA context or needs a driver. The search for headers looks at the pip packages of the
-running interpreter first, then at ``CUDA_HOME``, ``CUDA_PATH`` and ``/usr/local/cuda``; compiler variables such as
-``CPATH`` are never read. NVRTC itself is located by ``cuda-bindings`` (through ``cuda-pathfinder``), whose major
-version decides whether CUDA 12 or CUDA 13 packages are needed.
+running interpreter first, then at ``CUDA_HOME``, ``CUDA_PATH`` and ``/usr/local/cuda``; compiler variables
+such as ``CPATH`` are never read. NVRTC itself is located by ``cuda-bindings`` (through ``cuda-pathfinder``),
+whose major version decides whether CUDA 12 or CUDA 13 packages are needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CUDA_VERSION_MINOR = 10
 
 @dataclass(frozen=True)
 class HeaderComponent:
-    """A group of CUDA headers that one pip package ships, recognised by ``probe``, a file every version of it has."""
+    """Headers that one pip package ships, recognised by ``probe``, a file that every version of it has."""
 
     name: str
     probe: str
@@ -44,7 +44,9 @@ class HeaderComponent:
 # The order is the order of the include path: CCCL first, because toolkits also carry a copy of it.
 HEADER_COMPONENTS = (
     HeaderComponent("cccl", "cuda/std/cstdint", "nvidia-cuda-cccl-cu12", "nvidia-cuda-cccl", "cuda_cccl"),
-    HeaderComponent("runtime", "cuda_bf16.h", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime", "cuda_runtime"),
+    HeaderComponent(
+        "runtime", "cuda_bf16.h", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime", "cuda_runtime"
+    ),
     HeaderComponent("crt", "crt/host_defines.h", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-crt", "cuda_nvcc"),
 )
 NVRTC_PACKAGES = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
@@ -52,14 +54,18 @@ NVRTC_PACKAGES = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A usable compiler: NVRTC's version and the directories of the CUDA headers, in include order."""
+    """A usable compiler: NVRTC's version and the directories of the CUDA headers, in include order.
+
+    build: tells builds of one version apart (NVRTC itself only reports major and minor).
+    """
 
     nvrtc_version: tuple[int, int]
+    build: str
     include_dirs: tuple[Path, ...]
 
     @property
     def version_string(self) -> str:
-        return f"nvrtc-{self.nvrtc_version[0]}.{self.nvrtc_version[1]}"
+        return f"NVRTC {self.nvrtc_version[0]}.{self.nvrtc_version[1]}"
 
 
 def package_root() -> Path:
@@ -68,7 +74,7 @@ def package_root() -> Path:
 
 
 def package_include_dirs() -> tuple[Path, ...]:
-    """Include directories of the package itself: standard-header shims, own device headers, vendored headers."""
+    """Include directories of the package: standard-header shims, own headers, vendored headers."""
     root = package_root()
     return (root / "include" / "nvrtc_std", root / "include", root / "_vendor" / "include")
 
@@ -79,7 +85,8 @@ def import_nvrtc() -> ModuleType:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
         raise ToolchainError(
-            f"compiling a kernel needs cuda-python, which cannot be imported ({error}): pip install 'cuda-python>=12.9'"
+            f"compiling a kernel needs cuda-python, which cannot be imported ({error}): "
+            "pip install 'cuda-python>=12.9,<14'"
         ) from error
 
 
@@ -97,11 +104,22 @@ def nvrtc_version() -> tuple[int, int] | None:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError:
-        # Every cuda-bindings release reports a library it cannot find as a RuntimeError (or a subclass of it).
+        # cuda-bindings reports a library it cannot find as a RuntimeError or a subclass of it.
         return None
     if int(status) != 0:
         raise ToolchainError(f"NVRTC was found but nvrtcVersion() returned {status!r}")
     return int(major), int(minor)
+
+
+def _loaded_nvrtc_build(major: int) -> str:
+    """File name and size of the NVRTC library this process has loaded."""
+    names = set()
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            path = line.split(maxsplit=5)[-1].rstrip("\n")
+            if f"/libnvrtc.so.{major}" in path:
+                names.add(f"{Path(path).name}:{Path(path).stat().st_size}")
+    return ",".join(sorted(names))
 
 
 def _pip_nvidia_dirs() -> list[Path]:
@@ -126,7 +144,10 @@ def header_candidates(component: HeaderComponent, cuda_major: int) -> list[Path]
         if cuda_major == 12:
             candidates.append(base / component.cuda12_folder / "include")
         else:
-            candidates += [base / f"cu{cuda_major}" / "include", base / f"cu{cuda_major}" / "include" / "cccl"]
+            candidates += [
+                base / f"cu{cuda_major}" / "include",
+                base / f"cu{cuda_major}" / "include" / "cccl",
+            ]
     for root in toolkit_roots():
         candidates += [root / "include", root / "include" / "cccl"]
     return [path for path in candidates if (path / component.probe).is_file()]
@@ -145,7 +166,7 @@ def cuda_header_version(include_dir: Path) -> tuple[int, int] | None:
 
 
 def find_headers(component: HeaderComponent, version: tuple[int, int]) -> Path | None:
-    """Directory of ``component`` for an NVRTC of ``version``: the same minor version if there is one, else the major."""
+    """Directory of ``component`` for an NVRTC of ``version``, of the same minor version if there is one."""
     same_major = []
     for path in header_candidates(component, version[0]):
         declared = cuda_header_version(path)
@@ -163,7 +184,9 @@ def pip_install_line(packages: list[str], version: tuple[int, int] | None) -> st
 
 
 def inspect_toolchain() -> tuple[Toolchain | None, str | None]:
-    """The toolchain, or None and one message that names everything missing with the pip line that installs it."""
+    """The toolchain, or None and one message that names everything missing with the pip line that installs
+    it.
+    """
     major = bindings_major()
     version = nvrtc_version()
     if major is None:
@@ -189,12 +212,12 @@ def inspect_toolchain() -> tuple[Toolchain | None, str | None]:
         line = pip_install_line(packages, version)
         return None, f"kernels cannot be compiled here, missing: {', '.join(missing)}. Install with: {line}"
     assert version is not None
-    return Toolchain(version, tuple(include_dirs)), None
+    return Toolchain(version, _loaded_nvrtc_build(major), tuple(include_dirs)), None
 
 
 @functools.lru_cache(maxsize=1)
 def find_toolchain() -> Toolchain:
-    """The toolchain of this process (looked up once). Raises ToolchainError that names the pip packages to install."""
+    """The toolchain of this process, looked up once. Raises ToolchainError naming what to install."""
     toolchain, problem = inspect_toolchain()
     if toolchain is None:
         raise ToolchainError(problem)
