@@ -14,7 +14,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 def load_vendor_script(root: Path) -> ModuleType:
     """`scripts/` is not a package, so the script is loaded by its path."""
     spec = importlib.util.spec_from_file_location("vendor_deepgemm", root / "scripts" / "vendor_deepgemm.py")
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError("scripts/vendor_deepgemm.py is missing from this source tree")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

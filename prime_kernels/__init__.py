@@ -1,7 +1,7 @@
 """Trainable expert-parallel mixture-of-experts kernels.
 
-Everything is imported at first use: importing the package compiles nothing, needs no GPU and creates no CUDA context.
-Names of DeepGEMM that are not listed here come from an installed `deep_gemm` (see `_dropin`).
+Everything is imported at first use: importing the package compiles nothing, needs no GPU and creates no CUDA
+context. Names of DeepGEMM that are not listed here come from an installed `deep_gemm` (see `_dropin`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OWN = {
     "transform_weights_for_mega_moe": ".bf16",
 }
 
-__all__ = ["__version__", *_OWN]  # noqa: PLE0604
+__all__ = ["__version__", *_OWN]
 
 __getattr__, __dir__ = lazy_names(__name__, _OWN, upstream="")
 install_upstream_modules()

@@ -1,9 +1,10 @@
 """The drop-in: lazy public names, ours first, the rest of DeepGEMM's from an installed `deep_gemm`.
 
-`import prime_kernels as deep_gemm` has to work for a program written for `deep_gemm`. Which names such a program
-may use is read from the manifest that vendoring writes (`_vendor/manifest.json`), so the list is always that of the
-pinned release. Nothing of `deep_gemm` is imported before one of its names is used. The package's own name is never
-written here: it works under any top-level name, also beside an unrelated `deep_gemm`.
+`import prime_kernels as deep_gemm` has to work for a program written for `deep_gemm`. Which names such a
+program may use is read from the manifest that vendoring writes (`_vendor/manifest.json`), so the list is
+always that of the pinned release. Nothing of `deep_gemm` is imported before one of its names is used. The
+package's own name is never written here: it works under any top-level name, also beside an unrelated
+`deep_gemm`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHIM_MARK = "__prime_kernels_shim__"
 
 @functools.cache
 def upstream_names() -> Mapping[str, frozenset[str]]:
-    """DeepGEMM's modules ("" is the package itself) and the public names of each; empty without a manifest."""
+    """DeepGEMM's modules ("" is the package) and the public names of each; empty without a manifest."""
     try:
         modules = json.loads(MANIFEST.read_text("utf-8"))["names"]
     except FileNotFoundError:
@@ -40,13 +41,15 @@ def upstream_names() -> Mapping[str, frozenset[str]]:
 def upstream_module(module: str = "") -> ModuleType:
     """Import `deep_gemm` or one of its modules.
 
-    Raises ImportError, which says what to install, when there is none or when the one found is our own shim (or this
-    very package under that name).
+    Raises ImportError, which says what to install, when there is none or when the one found is our own shim
+    (or this very package under that name).
     """
     wanted = f"{UPSTREAM}.{module}" if module else UPSTREAM
     need = f"{wanted} is not part of {PACKAGE}; it is taken from the package `{UPSTREAM_DISTRIBUTION}`"
     if PACKAGE.partition(".")[0] == UPSTREAM:
-        raise ImportError(f"{need}, which cannot be installed beside a package that carries its name", name=wanted)
+        raise ImportError(
+            f"{need}, which cannot be installed beside a package that carries its name", name=wanted
+        )
     try:
         root = importlib.import_module(UPSTREAM)
     except ModuleNotFoundError as error:
@@ -57,15 +60,15 @@ def upstream_module(module: str = "") -> ModuleType:
         ) from error
     if getattr(root, SHIM_MARK, False):
         raise ImportError(
-            f"{need}, but the installed `{UPSTREAM}` is the shim that re-exports {PACKAGE}: uninstall the shim, then "
-            f"pip install {UPSTREAM_DISTRIBUTION}",
+            f"{need}, but the installed `{UPSTREAM}` is the shim that re-exports {PACKAGE}: uninstall the "
+            f"shim, then pip install {UPSTREAM_DISTRIBUTION}",
             name=wanted,
         )
     return importlib.import_module(wanted) if module else root
 
 
 def upstream_attribute(name: str, module: str = "") -> object:
-    """A public name of `deep_gemm` (or of its module `module`), imported at this call. ImportError as above."""
+    """A public name of `deep_gemm` or of its module `module`, imported at this call. ImportError as above."""
     try:
         return getattr(upstream_module(module), name)
     except ImportError as error:
@@ -78,9 +81,9 @@ def lazy_names(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of `module`.
 
-    `own` maps each public name to the module (relative to this package) that defines it; names of DeepGEMM's module
-    `upstream` that are not in it are taken from the installed `deep_gemm`. What was found is kept in the module, so
-    the next use is a plain attribute.
+    `own` maps each public name to the module (relative to this package) that defines it; names of DeepGEMM's
+    module `upstream` that are not in it are taken from the installed `deep_gemm`. What was found is kept in
+    the module, so the next use is a plain attribute.
     """
 
     def find(name: str) -> object:
@@ -120,7 +123,8 @@ class _AliasLoader(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system returns what it then finds in sys.modules, so the alias is the very same module object.
+        # The import system returns what it then finds in sys.modules, so the alias is the very same module
+        # object.
         sys.modules[module.__name__] = self.load()
 
 
@@ -147,7 +151,7 @@ class AliasFinder(MetaPathFinder):
 def install_upstream_modules() -> None:
     """Make `import PACKAGE.utils` and the like reach the installed `deep_gemm`'s modules.
 
-    The finder comes last on `sys.meta_path` and answers for names below this package only, so a module of ours is
-    always found first.
+    The finder comes last on `sys.meta_path` and answers for names below this package only, so a module of
+    ours is always found first.
     """
     sys.meta_path.append(AliasFinder(PACKAGE, lambda module: module in upstream_names(), upstream_module))

@@ -1,4 +1,4 @@
-"""`deep_gemm.mega` as clients import it: the names are defined elsewhere in the package, or come from `deep_gemm`."""
+"""`deep_gemm.mega` as clients import it; what is not listed here comes from an installed `deep_gemm`."""
 
 from __future__ import annotations
 
