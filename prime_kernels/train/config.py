@@ -13,6 +13,11 @@ HIDDEN_MULTIPLE = 256
 INTERMEDIATE_MULTIPLE = 128
 MAX_TOP_K = 8
 
+AT_LEAST_ONE = (
+    "steps", "tokens", "seq_len", "layers", "hidden", "intermediate", "heads", "kv_heads", "experts", "topk",
+    "eval_every",
+)  # fmt: skip
+
 BACKENDS = ("auto", "reference", "sm90")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -57,10 +62,8 @@ class TrainConfig:
         return self.tokens // self.seq_len
 
     def check(self, ranks: int) -> None:
-        """Raise ValueError naming the value, the limit and the fix when the run cannot be done with `ranks`
-        ranks."""
-        for name in ("steps", "tokens", "seq_len", "layers", "hidden", "intermediate", "heads", "kv_heads", "experts",
-                     "topk", "eval_every"):  # fmt: skip
+        """Raise ValueError when `ranks` ranks cannot do this; it names the value, the limit and the fix."""
+        for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup_steps", "weight_decay", "balance", "sample_bytes"):
@@ -148,9 +151,9 @@ def parse_arguments(prog: str, argv: Sequence[str]) -> TrainConfig:
     """Parse the words after `train`. Raises SystemExit as argparse does."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Train a small Qwen3-style mixture-of-experts language model on real English text, byte by byte. "
-        "Run it under `torchrun --nproc-per-node N` for data parallel attention with the experts spread "
-        "over N ranks.",
+        description="Train a small Qwen3-style mixture-of-experts language model on real English text, byte by "
+        "byte. Under `torchrun --nproc-per-node N`, attention is data parallel and the experts are spread over the N "
+        "ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for field in fields(TrainConfig):

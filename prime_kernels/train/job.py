@@ -25,6 +25,7 @@ PROG = f"python -m {(__package__ or 'prime_kernels').partition('.')[0]} train"
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 LOG_SECONDS = 10.0  # how often the bar is written where it is no terminal
 MMA_TYPE = "bf16xbf16"
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def _print_header(trainer: Trainer, backend: Backend) -> None:
         "ranks": f"{ranks}, {config.experts // parallel.size} experts each, on "
         f"{_device_name(parallel.device)}",
         "backend": _describe_backend(backend),
+        "buffer": f"{trainer.buffer.num_bytes / MIB:.1f} MiB of staging memory on each rank for all layers together",
     }
     for name, text in rows.items():
         print(f"{name:<8} {text}", flush=True)
@@ -89,7 +91,7 @@ def _device_name(device: torch.device) -> str:
     return f"cpu ({torch.get_num_threads()} threads a rank)"
 
 
-def _progress(steps: int, stream: TextIO) -> tqdm[int]:
+def _progress(steps: int, stream: TextIO) -> tqdm:
     interval = 0.1 if stream.isatty() else LOG_SECONDS
     return tqdm(total=steps, unit="step", file=stream, mininterval=interval, dynamic_ncols=True, desc="train")
 

@@ -100,7 +100,7 @@ class MoE(nn.Module):
         super().__init__()
         self.num_experts, self.topk, self.parallel = config.experts, config.topk, parallel
         self.router = nn.Linear(config.hidden, config.experts, bias=False)
-        self.experts = MegaMoE(buffer=buffer)
+        self.experts = MegaMoE(config.experts, config.topk, config.hidden, config.intermediate, buffer=buffer)
         self.record = False
         self.call: MoECall | None = None
         self.balance_loss = torch.zeros(())

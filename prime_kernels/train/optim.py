@@ -35,6 +35,9 @@ class Optimizer:
         self._config, self._parallel = config, parallel
         self._replicated, self._sharded = model.replicated_parameters(), model.expert_parameters()
         self._parameters = [*self._replicated, *self._sharded]
+        for parameter in self._sharded:
+            # The op adds a bf16 weight's gradient here, unrounded, instead of returning it in bf16.
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
         self._masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in self._parameters]
         groups = [
             {"params": [m for m in self._masters if m.dim() > 1], "weight_decay": config.weight_decay},
