@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference, validation
-from .ep import GroupTransport
+from .ep import plan_over_group
 from .reference import BF16_ROUNDING, NO_ROUNDING, Experts, LocalTransport, Transport, WeightGrad
 from .routing import RoutePlan, make_route_plan
 from .symm import SymmBuffer
@@ -219,9 +219,12 @@ def _check_layouts(buffer: SymmBuffer, shared_inter: int | None, **natural_layou
 def _staged(buffer: SymmBuffer, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, RoutePlan, Transport]:
     """This call's inputs, read from the buffer, with their route plan and transport (collective)."""
     topk_idx = buffer.topk_idx[:num_tokens]
-    plan = make_route_plan(topk_idx, buffer.num_experts)
     transport: Transport
-    transport = LocalTransport(plan) if buffer.group is None else GroupTransport(buffer.group, plan)
+    if buffer.group is None:
+        plan = make_route_plan(topk_idx, buffer.num_experts)
+        transport = LocalTransport(plan)
+    else:
+        plan, transport = plan_over_group(buffer.group, topk_idx, buffer.num_experts)
     return buffer.x[:num_tokens], topk_idx, buffer.topk_weights[:num_tokens], plan, transport
 
 

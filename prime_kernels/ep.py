@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .routing import RoutePlan, pool_order
+from .routing import RoutePlan, make_route_plan, pool_order
 from .runtime import get_timeout_seconds
+
+# A rank whose routing is invalid sends this instead of row counts, so that its peers need not wait for it.
+_NO_PLAN = -1
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -25,19 +28,23 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> backend name, as in {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
 def communicates_from_cuda(group: dist.ProcessGroup) -> bool:
-    """Whether the group has a backend made for CUDA tensors (NCCL); gloo alone belongs to the CPU."""
-    return "nccl" in dist.get_backend_config(group)
+    """Whether the group sends CUDA tensors; gloo claims them but has no messages for them."""
+    return _backends(group).get("cuda", "gloo") != "gloo"
 
 
 def communication_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where messages live: ``device`` if the group has a backend for it, else one it has a backend for."""
-    kinds = [kind.type for kind in group._device_types]
-    if device.type in kinds:
-        return device
-    if "cpu" in kinds:
+    """Where messages live: on ``device`` if the group can send from there, else on the device it can."""
+    if device.type == "cuda" and not communicates_from_cuda(group):
         return torch.device("cpu")
-    return torch.device(kinds[0], torch.cuda.current_device())
+    if device.type == "cpu" and "cpu" not in _backends(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def exchange(
@@ -102,12 +109,9 @@ def _complete(operations: list[tuple[int, dist.P2POp]], rank: int, phase: str) -
 class GroupTransport:
     """Dispatch and combine over an EP group; rank r owns experts [r * El, (r + 1) * El)."""
 
-    def __init__(self, group: dist.ProcessGroup, plan: RoutePlan) -> None:
-        """Exchange the row counts. Collective over ``group``."""
+    def __init__(self, group: dist.ProcessGroup, counts: Tensor, received: Tensor) -> None:
+        """``counts`` and ``received``: int64 [R, El], rows for and from each rank, by its or our experts."""
         self._group = group
-        size = group_size(group)
-        counts = plan.counts.reshape(size, -1)
-        received = exchange(group, counts, [1] * size, [1] * size, "counts")
         self._send = [int(count) for count in counts.sum(1).tolist()]
         self._recv = [int(count) for count in received.sum(1).tolist()]
         self._counts = [int(count) for count in received.sum(0).tolist()]
@@ -123,3 +127,29 @@ class GroupTransport:
         by_rank = torch.empty_like(rows)
         by_rank[self._order] = rows
         return exchange(self._group, by_rank, self._recv, self._send, phase)
+
+
+def plan_over_group(
+    group: dist.ProcessGroup, topk_idx: Tensor, num_experts: int
+) -> tuple[RoutePlan, GroupTransport]:
+    """This rank's route plan and its transport. Collective over ``group``: the ranks exchange row counts.
+
+    Raises:
+        ValueError: this rank's ``topk_idx`` holds an id out of range.
+        RuntimeError: a peer's does; a peer that does not arrive.
+    """
+    size, rank = group_size(group), group_rank(group)
+    refusal: ValueError | None = None
+    try:
+        plan = make_route_plan(topk_idx, num_experts)
+        counts = plan.counts.reshape(size, -1)
+    except ValueError as error:
+        refusal = error
+        counts = torch.full((size, num_experts // size), _NO_PLAN, device=topk_idx.device)
+    received = exchange(group, counts, [1] * size, [1] * size, "counts")
+    if refusal is not None:
+        raise refusal
+    refused = [peer for peer in range(size) if bool((received[peer] == _NO_PLAN).any())]
+    if refused:
+        raise RuntimeError(f"rank {rank}: rank(s) {refused} refused the routing they staged; see their error")
+    return plan, GroupTransport(group, counts, received)
