@@ -1,0 +1,307 @@
+"""The trainable operator: :func:`mega_moe`, two custom ops and the autograd formula that ties them together.
+
+The ops are ``<package>::mega_moe`` and ``<package>::mega_moe_backward``, where ``<package>`` is the name this
+package was imported under, so that two copies of it live in one process. They take the buffer as its int
+handle: to torch they are functions of tensors, with fakes, so ``torch.compile(fullgraph=True)``, activation
+checkpointing and FSDP2 treat them like any matmul. Nothing is kept in the buffer between them: the backward
+op stages x and its routing again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .bf16 import bf16_mega_moe, bf16_mega_moe_backward
+from .symm import SymmBuffer, lookup_buffer
+from .validation import DATA_DTYPES, wide_dtype
+
+NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
+
+PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
+
+# Position of the first weight among the forward op's arguments, and the weights from there on.
+_FIRST_WEIGHT = 3
+_WEIGHT_NAMES = ("gate_up", "down", "shared_gate_up", "shared_down")
+
+_INPUTS = (
+    "Tensor x, Tensor topk_idx, Tensor topk_weights, "
+    "Tensor gate_up, Tensor down, Tensor? shared_gate_up, Tensor? shared_down, "
+)
+_SETTINGS = "SymInt buffer, float? activation_clamp"
+
+# The forward op takes the main_grad tensors only to hand them to the backward op, which adds to them.
+_FORWARD_SCHEMA = (
+    f"({_INPUTS}Tensor? main_gate_up, Tensor? main_down, "
+    f"Tensor? main_shared_gate_up, Tensor? main_shared_down, {_SETTINGS}) -> Tensor"
+)
+_BACKWARD_SCHEMA = (
+    f"(Tensor dy, {_INPUTS}Tensor(a!)? main_gate_up, Tensor(b!)? main_down, "
+    f"Tensor(c!)? main_shared_gate_up, Tensor(d!)? main_shared_down, {_SETTINGS}, bool[] weight_grads) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+# torch.library.custom_op would count every addition to main_grad as a new version of a tensor that autograd
+# saved, and then refuse the backward of a later micro-batch (F1 F2 B1 B2 under torch.compile). Nothing reads
+# main_grad through autograd, so the ops are defined without that count.
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library.define(f"mega_moe{_FORWARD_SCHEMA}")
+_library.define(f"mega_moe_backward{_BACKWARD_SCHEMA}")
+
+#: The ops, for selective activation checkpointing: saving ``forward_op``'s y spares running it again.
+forward_op = getattr(torch.ops, NAMESPACE).mega_moe.default
+backward_op = getattr(torch.ops, NAMESPACE).mega_moe_backward.default
+
+
+def mega_moe(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    buffer: SymmBuffer,
+    precision: str = "bf16",
+    activation_clamp: float | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Dispatch, experts and combine of a mixture-of-experts layer over the buffer's group, differentiable.
+
+    y_t = sum_k w_tk * down_e(silu(min(g, c)) * clamp(u, -c, c)) for the expert e of each slot, plus the
+    shared expert's output (``reference.py`` holds the formulas of both directions).
+
+    Gradients flow to ``x``, ``topk_weights`` and all weights, each only where one is required: a frozen
+    weight costs no weight gradient. A weight's gradient has the weight's dtype. Where a weight carries a
+    ``main_grad`` attribute (fp32, the weight's shape, contiguous), its gradient is added to that tensor in
+    place, in fp32, and autograd is given none for it. Under ``torch.compile`` the backend ``aot_eager``,
+    unlike inductor, refuses two forwards before the first backward of one weight with ``main_grad``. There
+    are no gradients of gradients.
+
+    Collective over the group: every rank calls it (and its backward), also a rank with n = 0 tokens.
+
+    Inside ``torch.autocast`` x and the weights are cast to the autocast dtype, as for a matmul, and
+    ``topk_weights`` to fp32; ``main_grad`` is that of the weight before the cast. Outside nothing is cast.
+
+    Args:
+        x: [n, H] in the buffer's dtype (bf16), in memory of its own, n at most the buffer's tokens per rank.
+        topk_idx: [n, K] int64, the global expert of each slot; -1 means none.
+        topk_weights: [n, K] fp32, used as given.
+        gate_up: [El, 2I, H] bf16, rows [gate | up]. Strided views with a contiguous last dim are not copied.
+        down: [El, H, I] bf16, likewise.
+        buffer: staging memory, shared by all layers. It must stay alive until the backward has run.
+        precision: "bf16". The others of :data:`PRECISIONS` have no kernel in this version.
+        activation_clamp: c, or None for plain SwiGLU.
+        shared: (shared_gate_up [2Is, H], shared_down [H, Is]) of the shared expert, added with weight 1.
+            Their gradients are those of this rank's tokens.
+
+    Returns:
+        y: [n, H] in the dtype of x. With an "f64xf64" (or "f32xf32") buffer, which only the reference backend
+        runs, fp64 (fp32) takes the place of bf16, and fp64 that of fp32.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; unknown precision; an unfit ``main_grad``.
+        RuntimeError: more tokens than the buffer holds; a precision without a kernel; a dead buffer.
+    """
+    _check_precision(precision, buffer.mma_type)
+    shared_gate_up, shared_down = (None, None) if shared is None else shared
+    weights: list[Tensor | None] = [gate_up, down, shared_gate_up, shared_down]
+    wide = wide_dtype(buffer.mma_type)
+    main_grads = [_main_grad(name, weight, wide) for name, weight in zip(_WEIGHT_NAMES, weights, strict=True)]
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        x = _autocast(x, dtype)
+        topk_weights = _autocast(topk_weights, torch.float32)
+        weights = [None if weight is None else _autocast(weight, dtype) for weight in weights]
+    return forward_op(x, topk_idx, topk_weights, *weights, *main_grads, buffer.handle, activation_clamp)
+
+
+def _check_precision(precision: str, mma_type: str) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
+    if precision != "bf16":
+        raise RuntimeError(f'no kernel for precision "{precision}" is in this version; use precision="bf16"')
+    if mma_type not in DATA_DTYPES:
+        raise ValueError(
+            f'precision "bf16" needs a buffer of mma_type {" or ".join(DATA_DTYPES)}, got {mma_type!r}; '
+            "build it with get_symm_buffer_for_mega_moe(..., mma_type=...)"
+        )
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast treats a matmul's operands: float64 is left alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _main_grad(name: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The tensor that takes a weight's gradient in place, or None when autograd returns it."""
+    if weight is None or not weight.requires_grad:
+        return None
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return None
+    if (main_grad.dtype, main_grad.shape, main_grad.device) != (dtype, weight.shape, weight.device):
+        raise ValueError(
+            f"{name}.main_grad is {main_grad.dtype} {tuple(main_grad.shape)} on {main_grad.device}, needs "
+            f"{dtype} {tuple(weight.shape)} on {weight.device}; delete the attribute to get {name}.grad"
+        )
+    if not main_grad.is_contiguous():
+        raise ValueError(f"{name}.main_grad has strides {main_grad.stride()}, needs contiguous memory")
+    return main_grad
+
+
+def _stage(buffer: SymmBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+    """Check the inputs of one call and copy them into the buffer, on the current stream."""
+    num_tokens = x.shape[0] if x.dim() else 0
+    inputs = (
+        ("x", x, buffer.x, "H"),
+        ("topk_idx", topk_idx, buffer.topk_idx, "K"),
+        ("topk_weights", topk_weights, buffer.topk_weights, "K"),
+    )
+    for name, tensor, region, columns in inputs:
+        expected = (num_tokens, region.shape[1])
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, this buffer needs [n, {columns}] = {list(expected)}"
+            )
+        if tensor.dtype != region.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, a buffer of mma_type {buffer.mma_type!r} needs {region.dtype}; "
+                f"cast it with {name}.to({region.dtype})"
+            )
+        if tensor.device != region.device:
+            raise ValueError(f"{name} is on {tensor.device}, the buffer on {region.device}; move one of them")
+        if num_tokens and tensor.untyped_storage().data_ptr() == region.untyped_storage().data_ptr():
+            raise ValueError(
+                f"{name} lies in the buffer, which the next call overwrites before the backward reads it; "
+                "pass a tensor of its own memory, it is staged for you"
+            )
+    if num_tokens > buffer.num_max_tokens_per_rank:
+        raise RuntimeError(
+            f"buffer is sized for {buffer.num_max_tokens_per_rank} tokens/rank, got {num_tokens}; build it "
+            f"with num_max_tokens_per_rank >= {num_tokens} on every rank"
+        )
+    for _, tensor, region, _ in inputs:
+        region[:num_tokens].copy_(tensor)
+
+
+@torch.library.impl(_library, "mega_moe", "CompositeExplicitAutograd")
+def _forward(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+    gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
+    main_gate_up: Tensor | None, main_down: Tensor | None,
+    main_shared_gate_up: Tensor | None, main_shared_down: Tensor | None,
+    buffer: int, activation_clamp: float | None,
+) -> Tensor:  # fmt: skip
+    symm = lookup_buffer(buffer)
+    # What was cast is settled by now: the reference must not be cast again inside.
+    with torch.autocast(x.device.type, enabled=False):
+        _stage(symm, x, topk_idx, topk_weights)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        bf16_mega_moe(
+            y, gate_up, down, symm, shared_l1_weights=shared_gate_up, shared_l2_weights=shared_down,
+            activation_clamp=activation_clamp,
+        )  # fmt: skip
+    return y
+
+
+@torch.library.register_fake(f"{NAMESPACE}::mega_moe", lib=_library)
+def _forward_fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.impl(_library, "mega_moe_backward", "CompositeExplicitAutograd")
+def _backward(
+    dy: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+    gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
+    main_gate_up: Tensor | None, main_down: Tensor | None,
+    main_shared_gate_up: Tensor | None, main_shared_down: Tensor | None,
+    buffer: int, activation_clamp: float | None, weight_grads: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dx, dtopk and the weights' gradients; empty for each one not asked for or added to main_grad."""
+    symm = lookup_buffer(buffer)
+    weights = (gate_up, down, shared_gate_up, shared_down)
+    main_grads = (main_gate_up, main_down, main_shared_gate_up, main_shared_down)
+    # One flag serves all gradients of a call: beside a main_grad the others are added to zeros of its dtype.
+    accumulate = any(main is not None for main in main_grads)
+    wide = wide_dtype(symm.mma_type) if accumulate else None
+    outputs = [
+        _gradient_memory(weight, main, wide) if needed and weight is not None else None
+        for weight, main, needed in zip(weights, main_grads, weight_grads, strict=True)
+    ]
+    with torch.autocast(x.device.type, enabled=False):
+        _stage(symm, x, topk_idx, topk_weights)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dtopk = torch.empty(topk_weights.shape, dtype=topk_weights.dtype, device=x.device)
+        bf16_mega_moe_backward(
+            dx, outputs[0], outputs[1], dtopk, dy.contiguous(), gate_up, down, symm,
+            shared_l1_weights=shared_gate_up, shared_l2_weights=shared_down,
+            shared_dw1_weights=outputs[2], shared_dw2_weights=outputs[3],
+            activation_clamp=activation_clamp, accumulate=accumulate,
+        )  # fmt: skip
+    returned = [
+        x.new_empty(0) if weight is None or output is None or main is not None else output.to(weight.dtype)
+        for weight, output, main in zip(weights, outputs, main_grads, strict=True)
+    ]
+    return dx, dtopk, *returned
+
+
+def _gradient_memory(weight: Tensor, main_grad: Tensor | None, wide: torch.dtype | None) -> Tensor:
+    if main_grad is not None:
+        return main_grad.data  # the same memory with a version count of its own, see _library
+    if wide is not None:
+        return torch.zeros(weight.shape, dtype=wide, device=weight.device)
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::mega_moe_backward", lib=_library)
+def _backward_fake(
+    dy: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    count = len(_WEIGHT_NAMES)
+    weights, main_grads, weight_grads = rest[:count], rest[count : 2 * count], rest[-1]
+    returned = [
+        torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        if weight is not None and needed and main is None
+        else x.new_empty(0)
+        for weight, main, needed in zip(weights, main_grads, weight_grads, strict=True)
+    ]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dtopk = torch.empty(topk_weights.shape, dtype=topk_weights.dtype, device=x.device)
+    return dx, dtopk, *returned
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    last_weight = _FIRST_WEIGHT + len(_WEIGHT_NAMES)
+    *main_grads, handle, activation_clamp = inputs[last_weight:]
+    ctx.save_for_backward(*inputs[:last_weight])
+    # Attributes, not saved tensors: an earlier backward may have added to main_grad since.
+    ctx.main_grads = main_grads
+    ctx.handle = handle
+    ctx.activation_clamp = activation_clamp
+    # Holds the buffer until the backward has run. While torch.compile traces, its owner does.
+    ctx.buffer = lookup_buffer(handle) if isinstance(handle, int) else None
+
+
+@once_differentiable
+def _autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    weight_grads = [bool(needed[_FIRST_WEIGHT + index]) for index in range(len(_WEIGHT_NAMES))]
+    dx, dtopk, *dweights = backward_op(
+        dy, *saved, *ctx.main_grads, ctx.handle, ctx.activation_clamp, weight_grads
+    )
+    returned = [
+        gradient if wanted and main is None else None
+        for gradient, wanted, main in zip(dweights, weight_grads, ctx.main_grads, strict=True)
+    ]
+    no_gradient = (None,) * (len(ctx.main_grads) + 2)  # main_grads, buffer, activation_clamp
+    return (dx if needed[0] else None, None, dtopk if needed[2] else None, *returned, *no_gradient)
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::mega_moe", _autograd, setup_context=_setup_context, lib=_library
+)
