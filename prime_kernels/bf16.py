@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference, validation
+from ._dropin import upstream_attribute
 from .ep import plan_over_group
 from .reference import BF16_ROUNDING, NO_ROUNDING, Experts, LocalTransport, Transport, WeightGrad
 from .routing import RoutePlan, make_route_plan
-from .symm import SymmBuffer
+from .symm import UPSTREAM_MMA_TYPE, SymmBuffer
 
 _KERNEL = "mega_moe_bf16"
 
@@ -172,8 +174,8 @@ def bf16_mega_moe_backward(
 
 
 def transform_weights_for_mega_moe(
-    l1_weights: Tensor, l2_weights: Tensor, activation: str = "swiglu", mma_type: str = "bf16xbf16"
-) -> tuple[Tensor, Tensor]:
+    l1_weights: Any, l2_weights: Any, activation: str = "swiglu", mma_type: str = UPSTREAM_MMA_TYPE
+) -> tuple[Any, Any]:
     """Bring weights with rows [gate | up] into the layout the BF16 functions read: the same one, so no copy.
 
     Clients that call this before :func:`bf16_mega_moe` and train the weights in place stay right. Clients
@@ -181,17 +183,20 @@ def transform_weights_for_mega_moe(
     (``prime_kernels.reference.interleave_gate_up`` makes that layout).
 
     Args:
-        l1_weights: [E, 2I, H] or a shared expert's [2I, H].
-        l2_weights: [E, H, I] or [H, I].
-        activation: "swiglu".
-        mma_type: "bf16xbf16", "f32xf32" or "f64xf64".
+        l1_weights: [E, 2I, H] or a shared expert's [2I, H]. Pairs (weights, scales) are quantised weights of
+            upstream's types: they go to the installed ``deep_gemm``.
+        l2_weights: [E, H, I] or [H, I], or a pair.
+        activation: "swiglu" (upstream's too, for pairs).
+        mma_type: the type of a pair; not read for tensors.
 
     Raises:
         ValueError: the shapes do not belong together, an unknown activation.
-        RuntimeError: an mma_type this package has no kernel for.
+        ImportError: pairs, and no ``deep_gemm`` is installed.
     """
+    if isinstance(l1_weights, tuple):
+        transform: Any = upstream_attribute("transform_weights_for_mega_moe", "mega")
+        return transform(l1_weights, l2_weights, activation, mma_type)
     validation.check_activation(activation)
-    validation.check_mma_type(mma_type)
     validation.check_weight_pair(l1_weights, l2_weights)
     return l1_weights, l2_weights
 

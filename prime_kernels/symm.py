@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -14,12 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ep, runtime, validation
+from ._dropin import upstream_attribute
 from .validation import DATA_DTYPES
 
 logger = logging.getLogger(__name__)
 
 # Regions start at multiples of this many bytes, so that TMA and vector accesses may start at any of them.
 REGION_ALIGNMENT = 128
+
+# What callers of DeepGEMM get when they name no type.
+UPSTREAM_MMA_TYPE = "fp8xfp4"
 
 _buffers: weakref.WeakValueDictionary[int, SymmBuffer] = weakref.WeakValueDictionary()
 _last_handle = 0
@@ -68,6 +73,14 @@ def lookup_buffer(handle: int) -> SymmBuffer:
     return buffer
 
 
+def _upstream_buffer(mma_type: str) -> Any:
+    """DeepGEMM's class of the same name, for a type of buffer that is upstream's."""
+    try:
+        return upstream_attribute("SymmBuffer", "mega")
+    except ImportError as error:
+        raise RuntimeError(f"{validation.no_kernel(mma_type)}, and upstream's is missing: {error}") from error
+
+
 class SymmBuffer:
     """Staging memory for x and its routing, of equal layout on every rank of ``group``.
 
@@ -83,7 +96,8 @@ class SymmBuffer:
         hidden: H.
         intermediate_hidden: I.
         num_shared_experts: shared experts the model adds to the routed ones.
-        mma_type: "bf16xbf16", or "f32xf32" / "f64xf64", which only the reference backend runs.
+        mma_type: "bf16xbf16", or "f32xf32" / "f64xf64", which only the reference backend runs. Types this
+            package has no kernels for are upstream's: the result is a buffer of the installed ``deep_gemm``.
         activation: "swiglu".
         base: a live buffer of the same group whose memory this one views; then nothing is allocated.
 
@@ -102,6 +116,13 @@ class SymmBuffer:
         RuntimeError: no kernel for ``mma_type`` here, or a destroyed ``base``.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        mma_type = _SIGNATURE.bind(*args, **kwargs).arguments.get("mma_type", UPSTREAM_MMA_TYPE)
+        if validation.is_own_mma_type(mma_type):
+            return super().__new__(cls)
+        # An object of another class: Python does not call our __init__ on it.
+        return _upstream_buffer(mma_type)(*args, **kwargs)
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -111,7 +132,7 @@ class SymmBuffer:
         hidden: int,
         intermediate_hidden: int,
         num_shared_experts: int = 0,
-        mma_type: str = "fp8xfp4",
+        mma_type: str = UPSTREAM_MMA_TYPE,
         activation: str = "swiglu",
         base: SymmBuffer | None = None,
     ) -> None:
@@ -157,7 +178,7 @@ class SymmBuffer:
             "num_shared_experts": self.num_shared_experts,
             "mma_type": self.mma_type,
             "activation": self.activation,
-            "base bytes": None if base is None else base.num_bytes,
+            "base bytes": None if base is None or base.buffer is None else base.buffer.numel(),
         }
 
     @property
@@ -175,6 +196,13 @@ class SymmBuffer:
         self.group = None
         self.x = self.topk_idx = self.topk_weights = torch.empty(0)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SymmBuffer:
+        """The buffer itself: copies of a model share it, as its layers do."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a SymmBuffer belongs to its process and group; build one after loading instead")
+
     def __repr__(self) -> str:
         kind = "view" if self._base is not None else "buffer"
         size = f"{self.num_bytes} bytes on each of {self.num_ranks} rank(s)"
@@ -186,6 +214,11 @@ class SymmBuffer:
         )
 
 
+# __new__ takes whatever upstream takes; clients that inspect the class see the arguments of __init__.
+_SIGNATURE = inspect.Signature(list(inspect.signature(SymmBuffer.__init__).parameters.values())[1:])
+SymmBuffer.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+
+
 def get_symm_buffer_for_mega_moe(
     group: dist.ProcessGroup | None,
     num_experts: int,
@@ -195,7 +228,7 @@ def get_symm_buffer_for_mega_moe(
     intermediate_hidden: int,
     num_shared_experts: int = 0,
     use_fp8_dispatch: bool | None = None,
-    mma_type: str = "fp8xfp4",
+    mma_type: str = UPSTREAM_MMA_TYPE,
     activation: str = "swiglu",
 ) -> SymmBuffer:
     """Build a :class:`SymmBuffer`; the arguments are the same.

@@ -23,7 +23,13 @@ HIDDEN_MULTIPLE = 64
 INTERMEDIATE_MULTIPLE = 128
 ACTIVATIONS = ("swiglu",)
 # dtype of x, y, dy, dx and the weights of each mma_type this package runs.
-DATA_DTYPES = {"bf16xbf16": torch.bfloat16, "f32xf32": torch.float32, "f64xf64": torch.float64}
+DATA_DTYPES: dict[str, torch.dtype] = {
+    "bf16xbf16": torch.bfloat16,
+    "f32xf32": torch.float32,
+    "f64xf64": torch.float64,
+}
+# Types of the contract whose kernels this version lacks, and the GPU they need.
+PLANNED_MMA_TYPES = {"fp8xfp8": "MXFP8 needs an SM100 GPU"}
 
 
 def check_equal_on_all_ranks(group: dist.ProcessGroup | None, arguments: dict[str, Any], what: str) -> None:
@@ -45,11 +51,22 @@ def check_equal_on_all_ranks(group: dist.ProcessGroup | None, arguments: dict[st
         raise ValueError(f"{what}: {'; '.join(problems)}; pass equal arguments on all ranks of the group")
 
 
+def is_own_mma_type(mma_type: str) -> bool:
+    """Whether buffers of this type are this package's; all others are upstream's."""
+    return mma_type in DATA_DTYPES or mma_type in PLANNED_MMA_TYPES
+
+
+def no_kernel(mma_type: str) -> str:
+    return f"mma_type {mma_type!r} has no kernel in this package (it has {', '.join(DATA_DTYPES)})"
+
+
 def check_mma_type(mma_type: str) -> None:
-    if mma_type not in DATA_DTYPES:
+    if mma_type in PLANNED_MMA_TYPES:
         raise RuntimeError(
-            f"mma_type {mma_type!r} has no kernel in this package; use one of {', '.join(DATA_DTYPES)}"
+            f"{no_kernel(mma_type)}: {PLANNED_MMA_TYPES[mma_type]}; use mma_type='bf16xbf16' on an SM90 GPU"
         )
+    if mma_type not in DATA_DTYPES:
+        raise RuntimeError(no_kernel(mma_type))
 
 
 def wide_dtype(mma_type: str) -> torch.dtype:
@@ -111,9 +128,11 @@ def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
             f"a view and its base need the same group; got one of {buffer.num_ranks} rank(s) over a base of "
             f"{base.num_ranks}; pass the base's group or build a buffer without base"
         )
-    if buffer.num_bytes > base.num_bytes:
+    assert base.buffer is not None
+    capacity = base.buffer.numel()
+    if buffer.num_bytes > capacity:
         raise ValueError(
-            f"the view needs {buffer.num_bytes} bytes and its base holds {base.num_bytes} bytes; build the "
+            f"the view needs {buffer.num_bytes} bytes and its base holds {capacity} bytes; build the "
             "base for the larger shape"
         )
 
