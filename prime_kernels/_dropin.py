@@ -27,6 +27,9 @@ UPSTREAM_DISTRIBUTION = "sgl-deep-gemm"
 # The `deep_gemm` shim wheel sets this: its names are ours, so nothing can be taken from it.
 SHIM_MARK = "__prime_kernels_shim__"
 
+# The installed `deep_gemm`, once a name of it was used through this package.
+_adopted: ModuleType | None = None
+
 
 @functools.cache
 def upstream_names() -> Mapping[str, frozenset[str]]:
@@ -64,6 +67,7 @@ def upstream_module(module: str = "") -> ModuleType:
             f"shim, then pip install {UPSTREAM_DISTRIBUTION}",
             name=wanted,
         )
+    _adopt(root)
     return importlib.import_module(wanted) if module else root
 
 
@@ -74,6 +78,24 @@ def upstream_attribute(name: str, module: str = "") -> object:
     except ImportError as error:
         where = f"{UPSTREAM}.{module}" if module else UPSTREAM
         raise ImportError(f"{name}: {error}", name=f"{where}.{name}") from error
+
+
+def _adopt(root: ModuleType) -> None:
+    """Give `deep_gemm` the SM limit that was set here before its first use."""
+    global _adopted
+    if _adopted is None:
+        from . import runtime
+
+        _adopted = root
+        limit = runtime.chosen_num_sms()
+        if limit is not None:
+            root.set_num_sms(limit)
+
+
+def forward_num_sms(num_sms: int) -> None:
+    """Pass the SM limit on to the installed `deep_gemm`, when names of it are in use."""
+    if _adopted is not None:
+        _adopted.set_num_sms(num_sms)
 
 
 def lazy_names(
@@ -129,7 +151,11 @@ class _AliasLoader(Loader):
 
 
 class AliasFinder(MetaPathFinder):
-    """Resolves `import PACKAGE.x` to the module that `load("x")` returns, for each x that `knows` accepts."""
+    """Resolves `import PACKAGE.x` to the module that `load("x")` returns, for each x that `knows` accepts.
+
+    It has to come before the finder for files: an aliased package brings its own `__path__`, and the files
+    there would be loaded a second time under the alias' name.
+    """
 
     def __init__(self, package: str, knows: Callable[[str], bool], load: Callable[[str], ModuleType]) -> None:
         self.prefix = package + "."
@@ -139,19 +165,22 @@ class AliasFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(self.prefix):
+        module = fullname.removeprefix(self.prefix)
+        if module == fullname or not self.knows(module):
             return None
-        module = fullname[len(self.prefix) :]
-        if not self.knows(module):
-            return None
-        is_package = any(other.startswith(module + ".") for other in upstream_names())
-        return spec_from_loader(fullname, _AliasLoader(lambda: self.load(module)), is_package=is_package)
+        return spec_from_loader(fullname, _AliasLoader(lambda: self.load(module)))
+
+
+def is_own_module(module: str) -> bool:
+    """Whether this package itself has the module `module` (dotted, relative to the package)."""
+    path = Path(__file__).parent.joinpath(*module.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def install_upstream_modules() -> None:
-    """Make `import PACKAGE.utils` and the like reach the installed `deep_gemm`'s modules.
+    """Make `import PACKAGE.utils` and the like reach the installed `deep_gemm`'s modules, never ours."""
 
-    The finder comes last on `sys.meta_path` and answers for names below this package only, so a module of
-    ours is always found first.
-    """
-    sys.meta_path.append(AliasFinder(PACKAGE, lambda module: module in upstream_names(), upstream_module))
+    def knows(module: str) -> bool:
+        return module in upstream_names() and not is_own_module(module)
+
+    sys.meta_path.insert(0, AliasFinder(PACKAGE, knows, upstream_module))

@@ -9,6 +9,8 @@ import os
 
 import torch
 
+from . import _dropin
+
 BACKENDS = ("auto", "reference", "sm90")
 BACKEND_ENV = "PRIME_KERNELS_BACKEND"
 DEVICE_ENV = "PRIME_KERNELS_DEVICE"
@@ -74,7 +76,8 @@ def get_device() -> torch.device | None:
 def set_num_sms(num_sms: int) -> None:
     """Limit the SMs the persistent kernels occupy; the rest stay free for NCCL and other streams.
 
-    The limit is checked against the GPU's SM count at launch. The reference backend ignores it.
+    The limit is checked against the GPU's SM count at launch. The reference backend ignores it. It also holds
+    for kernels taken from an installed ``deep_gemm``.
 
     Raises:
         ValueError: when ``num_sms`` is not a positive integer.
@@ -83,6 +86,12 @@ def set_num_sms(num_sms: int) -> None:
     if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
         raise ValueError(f"set_num_sms: got {num_sms!r}, needs an integer of at least 1 (SMs to use)")
     _num_sms = num_sms
+    _dropin.forward_num_sms(num_sms)
+
+
+def chosen_num_sms() -> int | None:
+    """The limit set with :func:`set_num_sms`, or None."""
+    return _num_sms
 
 
 def get_num_sms() -> int:
