@@ -171,7 +171,7 @@ def _warn_once(directory: Path, error: BaseException) -> None:
             return
         _warned.add(str(directory))
     warnings.warn(
-        f"the kernel cache {directory} cannot be used ({error}); kernels are compiled again in every process. "
+        f"the kernel cache {directory} cannot be used ({error}); every process compiles its kernels again. "
         f"Set {CACHE_DIR_VARIABLE} to a directory that can be written",
         CacheWarning,
         stacklevel=3,

@@ -184,9 +184,7 @@ def pip_install_line(packages: list[str], version: tuple[int, int] | None) -> st
 
 
 def inspect_toolchain() -> tuple[Toolchain | None, str | None]:
-    """The toolchain, or None and one message that names everything missing with the pip line that installs
-    it.
-    """
+    """The toolchain, or None and one message naming what is missing and the pip line that installs it."""
     major = bindings_major()
     version = nvrtc_version()
     if major is None:
