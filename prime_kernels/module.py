@@ -109,6 +109,8 @@ class MegaMoE(nn.Module):
     ) -> None:
         super().__init__()
         if buffer is not None:
+            if group is not None and group is not buffer.group:
+                raise ValueError("group is not the buffer's group; leave it out when a buffer is given")
             if max_tokens_per_rank not in (None, buffer.num_max_tokens_per_rank):
                 raise ValueError(
                     f"max_tokens_per_rank is {max_tokens_per_rank} and the buffer's is "
@@ -134,6 +136,7 @@ class MegaMoE(nn.Module):
                 f"num_experts is {num_experts}, needs a multiple of the group's {num_ranks} ranks; "
                 "change the group or the expert count"
             )
+        #: El, the experts this rank holds.
         self.num_local_experts = num_experts // num_ranks
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -178,6 +181,7 @@ class MegaMoE(nn.Module):
     @buffer.setter
     def buffer(self, buffer: SymmBuffer) -> None:
         self._check_shape(buffer)
+        self._check_ranks(buffer.num_ranks)
         self._placement = _Placement(buffer=buffer)
         self.max_tokens_per_rank = buffer.num_max_tokens_per_rank
 
@@ -198,13 +202,7 @@ class MegaMoE(nn.Module):
         if self._placement.given is not None:
             raise RuntimeError("the given buffer was destroyed; set module.buffer to a live one")
         group = _resolve(self._placement.group)
-        num_ranks = ep.group_size(group)
-        if self.num_local_experts * num_ranks != self.num_experts:
-            raise ValueError(
-                f"this MegaMoE holds {self.num_local_experts} of {self.num_experts} experts, its group has "
-                f"{num_ranks} rank(s); set module.group to a group of "
-                f"{self.num_experts // self.num_local_experts}"
-            )
+        self._check_ranks(ep.group_size(group))
         shape = (
             self.num_experts, self.max_tokens_per_rank, self.top_k, self.hidden, self.intermediate,
             self.num_shared_experts,
@@ -295,6 +293,13 @@ class MegaMoE(nn.Module):
                     f"the buffer's {name} is {getattr(buffer, name)}, this MegaMoE needs {value}; build "
                     "one of that shape (SymmBuffer(..., base=...) views one allocation for several shapes)"
                 )
+
+    def _check_ranks(self, num_ranks: int) -> None:
+        if self.num_local_experts * num_ranks != self.num_experts:
+            raise ValueError(
+                f"this MegaMoE holds {self.num_local_experts} of {self.num_experts} experts, its group has "
+                f"{num_ranks} rank(s); set a group of {self.num_experts // self.num_local_experts}"
+            )
 
     def _mma_type(self) -> str:
         """The buffer's type for the dtype this forward computes in."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .bf16 import bf16_mega_moe, bf16_mega_moe_backward
 from .symm import SymmBuffer, lookup_buffer
@@ -103,7 +102,8 @@ def mega_moe(
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; unknown precision; an unfit ``main_grad``.
-        RuntimeError: more tokens than the buffer holds; a precision without a kernel; a dead buffer.
+        RuntimeError: more tokens than the buffer holds; a precision without a kernel; a dead buffer; in the
+            backward, ``create_graph=True``.
     """
     _check_precision(precision, buffer.mma_type)
     shared_gate_up, shared_down = (None, None) if shared is None else shared
@@ -286,8 +286,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.buffer = lookup_buffer(handle) if isinstance(handle, int) else None
 
 
-@once_differentiable
 def _autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "mega_moe has no second derivative, and a backward with create_graph=True asks for one; "
+            "use create_graph=False"
+        )
     saved = ctx.saved_tensors
     needed = ctx.needs_input_grad
     weight_grads = [bool(needed[_FIRST_WEIGHT + index]) for index in range(len(_WEIGHT_NAMES))]

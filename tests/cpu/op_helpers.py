@@ -1,0 +1,183 @@
+"""What the tests of the op and the module share: inputs, an independent autograd reference, processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from prime_kernels import SymmBuffer, get_symm_buffer_for_mega_moe
+
+# Relative Frobenius norm against float64 that BF16 results keep.
+BF16_TOLERANCE = 5e-3
+
+
+@dataclass(frozen=True)
+class Shape:
+    experts: int = 4
+    topk: int = 2
+    hidden: int = 64
+    inter: int = 128
+    tokens: int = 16  # per rank, of the buffer
+    shared_inter: int = 128
+
+
+SMALL = Shape(hidden=6, inter=5, tokens=8, shared_inter=3)  # for float64, which has no shape limits
+BF16 = Shape()
+
+
+def make_buffer(shape: Shape, dtype: torch.dtype = torch.float64, group: Any = None) -> SymmBuffer:
+    mma_type = {torch.float64: "f64xf64", torch.float32: "f32xf32", torch.bfloat16: "bf16xbf16"}[dtype]
+    return get_symm_buffer_for_mega_moe(
+        group, shape.experts, shape.tokens, shape.topk, shape.hidden, shape.inter, mma_type=mma_type
+    )
+
+
+@dataclass
+class Inputs:
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    shared: tuple[Tensor, Tensor] | None = None
+
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.topk_weights, self.gate_up, self.down, *(self.shared or ())]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
+        """Apply ``function`` to every leaf and make the results leaves."""
+        x, topk_weights, gate_up, down, *rest = (
+            function(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in self.leaves()
+        )
+        shared = (rest[0], rest[1]) if rest else None
+        return Inputs(x, self.topk_idx, topk_weights, gate_up, down, shared)
+
+    def double(self) -> Inputs:
+        return self.map(lambda leaf: leaf.double())
+
+    def copy(self) -> Inputs:
+        return self.map(lambda leaf: leaf.clone())
+
+    def tokens(self, rows: slice) -> Inputs:
+        """The same weights (the same tensors) with some of the tokens."""
+        return replace(
+            self,
+            x=self.x.detach()[rows].clone().requires_grad_(),
+            topk_idx=self.topk_idx[rows],
+            topk_weights=self.topk_weights.detach()[rows].clone().requires_grad_(),
+        )
+
+    def grads(self) -> list[Tensor | None]:
+        return [leaf.grad for leaf in self.leaves()]
+
+
+def make_inputs(
+    shape: Shape, num_tokens: int, dtype: torch.dtype = torch.float64, *, shared: bool = False, seed: int = 0
+) -> Inputs:
+    """O(1) values. Slots are independent, so -1 and the same expert twice in a token both occur."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(sizes, generator=generator, dtype=torch.float64) * scale
+        return values.to(dtype).requires_grad_()
+
+    hidden_scale, inter_scale = shape.hidden**-0.5, shape.inter**-0.5
+    x = normal(num_tokens, shape.hidden)
+    topk_idx = torch.randint(-1, shape.experts, (num_tokens, shape.topk), generator=generator)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    topk_weights = torch.rand(num_tokens, shape.topk, generator=generator, dtype=wide).requires_grad_()
+    gate_up = normal(shape.experts, 2 * shape.inter, shape.hidden, scale=2 * hidden_scale)
+    down = normal(shape.experts, shape.hidden, shape.inter, scale=2 * inter_scale)
+    pair = None
+    if shared:
+        pair = (
+            normal(2 * shape.shared_inter, shape.hidden, scale=2 * hidden_scale),
+            normal(shape.hidden, shape.shared_inter, scale=2 * inter_scale),
+        )
+    return Inputs(x, topk_idx, topk_weights, gate_up, down, pair)
+
+
+def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, clamp: float | None, bf16: bool) -> Tensor:
+    z = torch.nn.functional.linear(x, gate_up)
+    if bf16:  # the contract rounds g and u before the clamp, which decides what the clamp binds on
+        z = z + (z.bfloat16() - z).detach()
+    gate, up = z.chunk(2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
+    return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
+
+
+def expected_forward(inputs: Inputs, clamp: float | None = None, bf16: bool = False) -> Tensor:
+    """The contract's formula slot by slot in plain autograd ops; shares no code with the package."""
+    y = torch.zeros_like(inputs.x)
+    for slot in range(inputs.topk_idx.shape[1]):
+        for expert in range(inputs.gate_up.shape[0]):
+            rows = (inputs.topk_idx[:, slot] == expert).nonzero().squeeze(1)
+            out = _swiglu_mlp(inputs.x[rows], inputs.gate_up[expert], inputs.down[expert], clamp, bf16)
+            y = y.index_add(0, rows, out * inputs.topk_weights[rows, slot, None])
+    if inputs.shared is not None:
+        y = y + _swiglu_mlp(inputs.x, *inputs.shared, clamp, bf16)
+    return y
+
+
+def expected(inputs: Inputs, dy: Tensor, clamp: float | None = None) -> tuple[Tensor, list[Tensor]]:
+    """y and the gradients of all leaves, in float64 (bf16 inputs: with g and u rounded to bf16)."""
+    bf16 = inputs.x.dtype == torch.bfloat16
+    inputs = inputs.double()
+    for leaf in inputs.leaves():
+        leaf.requires_grad_()
+    y = expected_forward(inputs, clamp, bf16)
+    grads = torch.autograd.grad(y, inputs.leaves(), dy.double(), allow_unused=True)
+    zeros = [torch.zeros_like(leaf) for leaf in inputs.leaves()]
+    return y.detach(), [zero if grad is None else grad for grad, zero in zip(grads, zeros, strict=True)]
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Relative Frobenius norm; the absolute one where the reference is zero."""
+    value, reference = value.double(), reference.double()
+    norm = reference.norm().item()
+    return (value - reference).norm().item() / (norm if norm else 1.0)
+
+
+def assert_close(value: Tensor | None, reference: Tensor, tolerance: float, what: str = "") -> None:
+    assert value is not None, f"{what}: no value"
+    assert value.shape == reference.shape, what
+    error = relative_error(value, reference)
+    assert error <= tolerance, f"{what}: relative error {error:.2e} > {tolerance:.0e}"
+
+
+def assert_all_close(values: Any, references: list[Tensor], tolerance: float) -> None:
+    """Each gradient on its own, and those of 3-D weights expert by expert."""
+    for index, (value, reference) in enumerate(zip(values, references, strict=True)):
+        assert_close(value, reference, tolerance, f"gradient {index}")
+        if reference.dim() == 3:
+            for expert in range(reference.shape[0]):
+                assert_close(value[expert], reference[expert], tolerance, f"gradient {index} expert {expert}")
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """``function(rank, *args)`` in ``num_ranks`` processes over a gloo group; their results in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _rank_main, args=(num_ranks, folder, function, args), nprocs=num_ranks, start_method="spawn"
+        )
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    result = function(rank, *args)
+    dist.barrier()
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
