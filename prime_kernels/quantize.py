@@ -29,6 +29,7 @@ BLOCK = 128
 
 # 448 = 0.875 * 2^9, in the mantissa and exponent of frexp.
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9
+_FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
 
 
 def power_of_two_scale(amax: Tensor) -> Tensor:
@@ -43,7 +44,8 @@ def power_of_two_scale(amax: Tensor) -> Tensor:
     amax = amax.float()
     mantissa, exponent = torch.frexp(amax.clamp(min=AMAX_FLOOR))
     exponent = exponent - _MAX_EXPONENT + (mantissa > _MAX_MANTISSA)
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent)
+    # Between 2^-42 and 2^120, so the bits of an fp32: a pow on a GPU may be off by one.
+    scale = ((exponent + _FP32_BIAS) << _FP32_MANTISSA_BITS).to(torch.int32).view(torch.float32)
     return scale.masked_fill(~amax.isfinite(), float("nan"))
 
 
