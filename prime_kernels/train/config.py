@@ -151,9 +151,9 @@ def parse_arguments(prog: str, argv: Sequence[str]) -> TrainConfig:
     """Parse the words after `train`. Raises SystemExit as argparse does."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Train a small Qwen3-style mixture-of-experts language model on real English text, byte by "
-        "byte. Under `torchrun --nproc-per-node N`, attention is data parallel and the experts are spread over the N "
-        "ranks.",
+        description="Train a small Qwen3-style mixture-of-experts language model on real English text, byte "
+        "by byte. Under `torchrun --nproc-per-node N`, attention is data parallel and the experts are spread "
+        "over the N ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for field in fields(TrainConfig):

@@ -38,10 +38,10 @@ class Optimizer:
         for parameter in self._sharded:
             # The op adds a bf16 weight's gradient here, unrounded, instead of returning it in bf16.
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-        self._masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in self._parameters]
+        self.masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in self._parameters]
         groups = [
-            {"params": [m for m in self._masters if m.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [m for m in self._masters if m.dim() <= 1], "weight_decay": 0.0},
+            {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)
 
@@ -68,12 +68,12 @@ class Optimizer:
         self._parallel.sum_([sharded_square])
         norm = float((torch.stack([g.square().sum() for g in replicated]).sum() + sharded_square).sqrt())
         scale = min(1.0, self._config.clip_norm / (norm + 1e-6))
-        for master, gradient in zip(self._masters, gradients, strict=True):
+        for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient * scale
         for group in self._adamw.param_groups:
             group["lr"] = self.learning_rate(step)
         self._adamw.step()
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
+        for parameter, master in zip(self._parameters, self.masters, strict=True):
             parameter.copy_(master)
         return norm
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -56,8 +55,7 @@ def plot_loss(path: Path, history: History, corpus: Corpus, title: str) -> None:
     for name, entropy, color in entropies:
         label = f"{name} of the text ({entropy:.2f})"
         axes.axhline(entropy, color=color, linestyle="--", linewidth=1.2, label=label)
-    finite = [loss for loss in losses if math.isfinite(loss)] or [corpus.unigram_entropy]
-    axes.set_ylim(0, max(*finite, corpus.unigram_entropy) * 1.05)
+    axes.set_ylim(0, max(*losses, corpus.unigram_entropy) * 1.05)
     axes.set_xlim(0, max(steps) * 1.01)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per byte)")

@@ -3,6 +3,7 @@ every rank calls the same methods in the same order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,11 @@ class History:
     loss: list[tuple[int, float]] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     gradient_norm: list[tuple[int, float]] = field(default_factory=list)
+
+
+def _require_finite(name: str, step: int, value: float) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the {name} is {value} at step {step}; try a lower --lr")
 
 
 class Trainer:
@@ -66,11 +72,16 @@ class Trainer:
         return self.total_parameters() - sharded + sharded * self.config.topk // self.config.experts
 
     def train(self, on_step: Callable[[int, History], None]) -> History:
-        """All steps. `on_step(step, history)` is called after each (steps count from 1)."""
+        """All steps. `on_step(step, history)` is called after each (steps count from 1).
+
+        Raises FloatingPointError, on every rank, when the loss is no longer finite.
+        """
         for step in range(1, self.config.steps + 1):
             self.step(step)
+            _require_finite("loss", *self.history.loss[-1])
             if step % self.config.eval_every == 0 or step == self.config.steps:
                 self.history.validation.append((step, self.validate()))
+                _require_finite("validation loss", *self.history.validation[-1])
             on_step(step, self.history)
         return self.history
 

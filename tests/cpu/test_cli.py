@@ -1,0 +1,146 @@
+"""The command line: dispatch, exit codes, laziness, and what a missing extra says."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from prime_kernels import cli
+
+EXTRA_MODULES = sorted(cli.CLI_EXTRA_MODULES)
+
+
+def targets(commands: Mapping[str, cli.Command]) -> Iterator[str]:
+    for command in commands.values():
+        if command.commands is not None:
+            yield from targets(command.commands)
+        else:
+            yield command.target
+
+
+def run_without(modules: list[str], *argv: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process where importing `modules` fails as if they were not installed."""
+    code = (
+        "import sys\n"
+        f"for name in {modules!r}: sys.modules[name] = None\n"
+        "from prime_kernels.cli import main\n"
+        f"sys.exit(main({list(argv)!r}))\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Replace the commands by `plain` and `group inner`, which record their arguments and return 7."""
+    calls: list[list[str]] = []
+
+    def function(argv: list[str]) -> int:
+        calls.append(argv)
+        return 7
+
+    module = types.ModuleType("prime_kernels.planted")
+    module.run = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "prime_kernels.planted", module)
+    command = cli.Command("planted", "planted:run")
+    monkeypatch.setattr(
+        cli, "COMMANDS", {"plain": command, "group": cli.Command("group", commands={"inner": command})}
+    )
+    return calls
+
+
+@pytest.mark.parametrize("target", sorted(targets(cli.COMMANDS)))
+def test_every_command_exists(target: str) -> None:
+    module, _, function = target.partition(":")
+    assert callable(getattr(importlib.import_module(f"prime_kernels.{module}"), function))
+
+
+def test_arguments_reach_the_command_unchanged(planted: list[list[str]]) -> None:
+    words = ["--flag", "value", "-x", "--", "positional", "--help", "--flag=a b"]
+    assert cli.main(["plain", *words]) == 7
+    assert cli.main(["group", "inner", *words]) == 7
+    assert planted == [words, words]
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["--help"])
+    assert raised.value.code == 0
+    text = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert name in text
+        assert command.summary in text
+
+
+@pytest.mark.parametrize("argv", [[], ["group"]])
+def test_no_command_prints_help_and_fails(
+    argv: list[str], planted: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == cli.EXIT_USAGE
+    assert "commands:" in capsys.readouterr().err
+    assert planted == []
+
+
+@pytest.mark.parametrize("argv", [["nonsense"], ["group", "nonsense"]])
+def test_unknown_command_names_the_known_ones(
+    argv: list[str], planted: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(argv)
+    assert raised.value.code == cli.EXIT_USAGE
+    message = capsys.readouterr().err
+    assert "'nonsense'" in message
+    assert ("inner" if len(argv) == 2 else "plain, group") in message
+
+
+def test_missing_extra_is_one_message_with_the_pip_line() -> None:
+    for module in ("tqdm", "matplotlib"):
+        done = run_without([module], "train", "--steps", "1")
+        assert done.returncode == cli.EXIT_USAGE, done.stderr
+        assert cli.CLI_EXTRA_INSTALL in done.stderr
+        assert repr(module) in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_other_import_errors_are_shown_as_they_are(
+    planted: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(argv: list[str]) -> int:
+        return importlib.import_module("prime_kernels.no_such_module").value
+
+    monkeypatch.setattr(sys.modules["prime_kernels.planted"], "run", broken)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        cli.main(["plain"])
+
+
+def test_doctor_needs_no_extra() -> None:
+    done = run_without(EXTRA_MODULES, "doctor")
+    assert "Traceback" not in done.stderr, done.stderr
+    assert cli.CLI_EXTRA_INSTALL not in done.stderr
+    assert "torch" in done.stdout
+
+
+def test_importing_the_command_line_imports_no_command() -> None:
+    code = (
+        "import sys, prime_kernels.cli as cli\n"
+        "names = [n for n in sys.modules if n.startswith('prime_kernels.')]\n"
+        "assert not any(n.split('.')[1] in ('train', 'bench', 'doctor', 'warmup') for n in names), names\n"
+        "assert not cli.CLI_EXTRA_MODULES & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_kernels", "train", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m prime_kernels train" in done.stdout
+    assert "--experts" in done.stdout
