@@ -25,6 +25,10 @@ TINY = [
     "--device", "cpu", "--layers", "1", "--experts", "4", "--topk", "2", "--heads", "2", "--kv-heads", "1",
     "--tokens", "128", "--seq-len", "32", "--warmup", "2", "--eval-every", "4", "--sample-bytes", "8",
 ]  # fmt: skip
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+    "-m", "prime_kernels",
+]  # fmt: skip
 ONE_RANK = Parallel(0, 1, None, torch.device("cpu"))
 
 
@@ -205,11 +209,8 @@ def test_the_reference_on_a_gpu_without_a_kernel_is_announced(monkeypatch: pytes
 def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     words = [*TINY, "--layers", "2", "--steps", "5"]
     assert job.main([*words, "--out", str(tmp_path / "one")]) == 0
-    launcher = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "prime_kernels",
-    ]  # fmt: skip
     done = subprocess.run(
-        [*launcher, "train", *words, "--out", str(tmp_path / "two")],
+        [*TORCHRUN, "train", *words, "--out", str(tmp_path / "two")],
         capture_output=True,
         text=True,
         timeout=300,
@@ -229,11 +230,10 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
 
 def test_two_processes_refuse_experts_they_cannot_share(tmp_path: Path) -> None:
     done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "prime_kernels", "train", *TINY, "--experts", "5", "--out", str(tmp_path),
-        ],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [*TORCHRUN, "train", *TINY, "--experts", "5", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode != 0
     assert done.stderr.count("--experts 5 cannot be spread evenly over 2 ranks") == 1
