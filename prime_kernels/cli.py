@@ -94,8 +94,7 @@ def _dispatch(prog: str, commands: Mapping[str, Command], argv: Sequence[str]) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. `argv` are the words after the program's name (default: `sys.argv[1:]`); returns the
-    exit code.
+    """Run one command and return its exit code; `argv` defaults to `sys.argv[1:]`.
 
     Raises SystemExit as argparse does (0 for `--help`, 2 for an unknown command).
     """

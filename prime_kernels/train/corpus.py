@@ -29,8 +29,7 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out (uint8, 1-D), and the entropies of the whole text in nats per
-    byte.
+    """Bytes to train on and bytes held out (uint8, 1-D), and the whole text's entropies in nats per byte.
 
     `unigram_entropy` is the loss of the best model that ignores context, `bigram_entropy` that of the best
     table of byte pairs fitted to this very text.

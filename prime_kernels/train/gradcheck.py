@@ -24,8 +24,7 @@ BF16_LIMIT = 5e-3
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Relative Frobenius norm |got - reference| / |reference| of each gradient kind, one value per layer,
-    over all ranks."""
+    """Relative norm |got - reference| / |reference| over all ranks: for each kind, one value per layer."""
 
     errors: dict[str, list[float]]
     limit: float = BF16_LIMIT
@@ -48,8 +47,7 @@ class GradientCheck:
 
 
 def relative_norm(got: torch.Tensor, reference: torch.Tensor) -> float:
-    """|got - reference| / |reference| in float64; 0 when both are zero, infinite when only the reference
-    is."""
+    """|got - reference| / |reference| in float64; 0 if both are zero, infinite if only the reference is."""
     difference, scale = float((got.double() - reference).norm()), float(reference.norm())
     if scale == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
@@ -61,8 +59,7 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_layer(moe: MoE, parallel: Parallel) -> dict[str, float]:
-    """Judge the gradients of one layer's experts after a backward with `moe.record` set; the same on every
-    rank."""
+    """Judge one layer's experts after a backward with `moe.record` set. Collective; equal on every rank."""
     call = moe.call
     if call is None:
         raise RuntimeError("no forward was recorded; set `record` on the layer before the forward pass")

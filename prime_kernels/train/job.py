@@ -36,8 +36,7 @@ class Backend:
 
 
 def choose_backend(requested: str, device: torch.device) -> Backend:
-    """Set the process's backend. `auto` takes this GPU's kernel; where there is none it takes the reference
-    and says why.
+    """Set the process's backend; `auto` takes this GPU's kernel, or else the reference and says why.
 
     Raises RuntimeError when the requested backend cannot run here.
     """
@@ -173,8 +172,10 @@ def _make_writable(folder: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the words after `train`. Returns 0, 1 (a gradient or the loss is wrong) or 2
-    (cannot run)."""
+    """Run the command with the words after `train`.
+
+    Returns 0, 1 (a gradient is wrong, or the loss became infinite or NaN) or 2 (the run cannot start).
+    """
     config = parse_arguments(PROG, argv)
     try:
         corpus, device, backend = _prepare(config)

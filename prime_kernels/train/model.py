@@ -45,8 +45,7 @@ def rotary_tables(length: int, head_dim: int, device: torch.device) -> tuple[tor
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x_i, x_{i + head_dim/2}) of x [batch, heads, length, head_dim] by their position's
-    angle."""
+    """Turn the pairs (x_i, x_{i + head_dim/2}) of x [batch, heads, length, head_dim] by position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -93,8 +92,12 @@ class MoECall:
 
 
 class MoE(nn.Module):
-    """Router and experts. After a forward, `balance_loss` holds this rank's share of the load-balancing loss
-    and, when `record` is set, `call` holds the tensors around the experts."""
+    """Router and experts.
+
+    After a forward in training, `balance_loss` is this rank's share of the load-balancing loss and `load` [E]
+    the share of all ranks' slots that each expert serves. With `record` set, `call` holds the tensors around the
+    experts.
+    """
 
     def __init__(self, config: TrainConfig, buffer: SymmBuffer, parallel: Parallel) -> None:
         super().__init__()
@@ -122,9 +125,9 @@ class MoE(nn.Module):
         return y.to(hidden.dtype).view_as(hidden)
 
     def _balance(self, probabilities: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        """E * sum_e f_e P_e (Switch Transformer, equation 4) with f_e the share of all ranks' slots that
-        expert e serves and P_e its mean probability; 1 when even. This rank's share, so that the ranks'
-        losses add up to it."""
+        """E * sum_e f_e P_e (Switch Transformer, equation 4): f_e is the share of slots that expert e serves, P_e
+        its mean probability, both over all ranks; 1 when even. The ranks' values add up to it.
+        """
         load = torch.bincount(topk_idx.flatten(), minlength=self.num_experts).float()
         self.parallel.sum_([load])
         self.load = load / load.sum()
@@ -195,8 +198,10 @@ def _matrices(model: ByteMoE) -> Iterator[tuple[torch.Tensor, float]]:
 
 @torch.no_grad()
 def initialize(model: ByteMoE, config: TrainConfig, parallel: Parallel) -> None:
-    """Draw the weights from the seed. Experts are drawn whole and then cut, so the model does not depend on
-    how many ranks share it."""
+    """Draw the weights from the seed.
+
+    Experts are drawn whole and then cut, so the model does not depend on how many ranks share it.
+    """
     generator = torch.Generator().manual_seed(config.seed)
 
     def draw(shape: tuple[int, ...], std: float) -> torch.Tensor:

@@ -17,8 +17,7 @@ FINAL_LEARNING_RATE = 0.1  # as a share of the peak
 
 
 def fp32_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """The parameter's gradient in fp32: `main_grad` where the op accumulates there, else `grad`, else
-    zeros."""
+    """The parameter's gradient in fp32: `main_grad` where the op accumulates there, else `grad`, else 0."""
     main_grad = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if main_grad is None else main_grad
     return torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient.float()
@@ -46,8 +45,7 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)
 
     def learning_rate(self, step: int) -> float:
-        """The rate of step 0, 1, ...: linear up over the warm-up, then a cosine down to a tenth of the
-        peak."""
+        """The rate of step 0, 1, ...: linear over the warm-up, then a cosine down to a tenth of the peak."""
         config = self._config
         if step < config.warmup_steps:
             return config.learning_rate * (step + 1) / config.warmup_steps

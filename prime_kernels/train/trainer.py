@@ -1,5 +1,7 @@
-"""The run itself: batches, steps, validation, the sample and the final gradient check. Collective throughout:
-every rank calls the same methods in the same order."""
+"""The run itself: batches, steps, validation, the sample and the final gradient check.
+
+Collective throughout: every rank calls the same methods in the same order.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +98,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over evenly spaced windows of the held-out text, in nats per byte; the same windows each
-        time."""
+        """Mean loss over evenly spaced windows of the held-out text, always the same, in nats per byte."""
         self.model.eval()
         length, batch = self.config.seq_len, self.config.batch
         text = self.corpus.validation
