@@ -95,8 +95,8 @@ class MoE(nn.Module):
     """Router and experts.
 
     After a forward in training, `balance_loss` is this rank's share of the load-balancing loss and `load` [E]
-    the share of all ranks' slots that each expert serves. With `record` set, `call` holds the tensors around the
-    experts.
+    the share of all ranks' slots that each expert serves. With `record` set, `call` holds the tensors around
+    the experts.
     """
 
     def __init__(self, config: TrainConfig, buffer: SymmBuffer, parallel: Parallel) -> None:
@@ -125,8 +125,9 @@ class MoE(nn.Module):
         return y.to(hidden.dtype).view_as(hidden)
 
     def _balance(self, probabilities: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        """E * sum_e f_e P_e (Switch Transformer, equation 4): f_e is the share of slots that expert e serves, P_e
-        its mean probability, both over all ranks; 1 when even. The ranks' values add up to it.
+        """E * sum_e f_e P_e (Switch Transformer, equation 4), 1 when even; the ranks' values add up to it.
+
+        f_e is the share of slots that expert e serves, P_e its mean probability, both over all ranks.
         """
         load = torch.bincount(topk_idx.flatten(), minlength=self.num_experts).float()
         self.parallel.sum_([load])
