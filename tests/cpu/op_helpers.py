@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from prime_kernels import SymmBuffer, get_symm_buffer_for_mega_moe
+from prime_kernels import SymmBuffer, get_symm_buffer_for_mega_moe, mega_moe, op
 
 # Relative Frobenius norm against float64 that BF16 results keep.
 BF16_TOLERANCE = 5e-3
@@ -104,6 +105,45 @@ def make_inputs(
             normal(shape.hidden, shape.shared_inter, scale=2 * inter_scale),
         )
     return Inputs(x, topk_idx, topk_weights, gate_up, down, pair)
+
+
+def call(inputs: Inputs, buffer: SymmBuffer, **kwargs: Any) -> Tensor:
+    return mega_moe(
+        inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.gate_up, inputs.down,
+        buffer=buffer, shared=inputs.shared, **kwargs,
+    )  # fmt: skip
+
+
+def backward(inputs: Inputs, buffer: SymmBuffer, dy: Tensor, **kwargs: Any) -> Tensor:
+    y = call(inputs, buffer, **kwargs)
+    y.backward(dy)
+    return y.detach()
+
+
+@dataclass
+class Calls:
+    """Calls of the BF16 functions: n of each forward, (dw1, dw2, shared dw1, shared dw2) of each backward."""
+
+    forward: list[int] = field(default_factory=list)
+    backward: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Record the calls the op makes from now on; they still run."""
+    calls = Calls()
+    forward, backward = op.bf16_mega_moe, op.bf16_mega_moe_backward
+
+    def record_forward(y: Tensor, *args: Any, **kwargs: Any) -> None:
+        calls.forward.append(y.shape[0])
+        forward(y, *args, **kwargs)
+
+    def record_backward(dx: Tensor, dw1: Any, dw2: Any, *args: Any, **kwargs: Any) -> None:
+        calls.backward.append((dw1, dw2, kwargs["shared_dw1_weights"], kwargs["shared_dw2_weights"]))
+        backward(dx, dw1, dw2, *args, **kwargs)
+
+    monkeypatch.setattr(op, "bf16_mega_moe", record_forward)
+    monkeypatch.setattr(op, "bf16_mega_moe_backward", record_backward)
+    return calls
 
 
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, clamp: float | None, bf16: bool) -> Tensor:

@@ -17,10 +17,13 @@ from op_helpers import (
     Inputs,
     assert_all_close,
     assert_close,
+    backward,
+    call,
     expected,
     expected_forward,
     make_buffer,
     make_inputs,
+    record_calls,
 )
 from torch import Tensor
 
@@ -29,38 +32,6 @@ from prime_kernels import mega_moe, op, symm
 
 EXACT = 1e-12  # float64 against float64
 CLAMP = 0.7  # binds for a good part of the test inputs
-
-
-def call(inputs: Inputs, buffer: symm.SymmBuffer, **kwargs: Any) -> Tensor:
-    return mega_moe(
-        inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.gate_up, inputs.down,
-        buffer=buffer, shared=inputs.shared, **kwargs,
-    )  # fmt: skip
-
-
-def backward(inputs: Inputs, buffer: symm.SymmBuffer, dy: Tensor, **kwargs: Any) -> Tensor:
-    y = call(inputs, buffer, **kwargs)
-    y.backward(dy)
-    return y.detach()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """Calls of the BF16 functions: n of each forward, (dw1, dw2, shared dw1, shared dw2) of each backward."""
-    seen: dict[str, list[Any]] = {"forward": [], "backward": []}
-    forward, backward = op.bf16_mega_moe, op.bf16_mega_moe_backward
-
-    def record_forward(y: Tensor, *args: Any, **kwargs: Any) -> None:
-        seen["forward"].append(y.shape[0])
-        forward(y, *args, **kwargs)
-
-    def record_backward(dx: Tensor, dw1: Any, dw2: Any, *args: Any, **kwargs: Any) -> None:
-        seen["backward"].append((dw1, dw2, kwargs["shared_dw1_weights"], kwargs["shared_dw2_weights"]))
-        backward(dx, dw1, dw2, *args, **kwargs)
-
-    monkeypatch.setattr(op, "bf16_mega_moe", record_forward)
-    monkeypatch.setattr(op, "bf16_mega_moe_backward", record_backward)
-    return seen
 
 
 # ---- values and gradients
@@ -127,13 +98,14 @@ def test_tokens_and_slots_without_expert_get_exact_zeros() -> None:
     assert dgate_up[1].ne(0).any()
 
 
-def test_no_tokens_stays_in_the_graph(calls: dict[str, list[Any]]) -> None:
+def test_no_tokens_stays_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = record_calls(monkeypatch)
     inputs = make_inputs(SMALL, 0)
     y = call(inputs, make_buffer(SMALL))
     assert y.shape == (0, SMALL.hidden)
     assert y.requires_grad
     y.sum().backward()
-    assert len(calls["backward"]) == 1
+    assert len(calls.backward) == 1
     assert inputs.x.grad.shape == (0, SMALL.hidden)
     assert inputs.gate_up.grad.eq(0).all()
 
@@ -186,14 +158,17 @@ def test_strided_weights_and_x() -> None:
 @pytest.mark.parametrize(
     ("frozen", "skipped"), [("gate_up", [0]), ("down", [1]), ("both", [0, 1]), ("shared", [2, 3])]
 )
-def test_frozen_weights_skip_work(calls: dict[str, list[Any]], frozen: str, skipped: list[int]) -> None:
+def test_frozen_weights_skip_work(
+    monkeypatch: pytest.MonkeyPatch, frozen: str, skipped: list[int]
+) -> None:
+    calls = record_calls(monkeypatch)
     inputs = make_inputs(SMALL, 7, shared=True)
     weights = [inputs.gate_up, inputs.down, *inputs.shared]
     for index in skipped:
         weights[index].requires_grad_(False)
     dy = torch.randn(7, SMALL.hidden, dtype=torch.float64)
     backward(inputs, make_buffer(SMALL), dy)
-    assert [index for index, out in enumerate(calls["backward"][0]) if out is None] == skipped
+    assert [index for index, out in enumerate(calls.backward[0]) if out is None] == skipped
     for grad, reference, leaf in zip(inputs.grads(), expected(inputs, dy)[1], inputs.leaves(), strict=True):
         if leaf.requires_grad:
             assert_close(grad, reference, EXACT)
