@@ -177,9 +177,11 @@ def find_headers(component: HeaderComponent, version: tuple[int, int]) -> Path |
     return same_major[0] if same_major else None
 
 
-def pip_install_line(packages: list[str], version: tuple[int, int] | None) -> str:
-    """The pip command that installs ``packages`` in the version that matches ``version`` of NVRTC."""
-    pin = "" if version is None else f"=={version[0]}.{version[1]}.*"
+def pip_install_line(packages: list[str], version: tuple[int, int] | None, major: int) -> str:
+    """The pip command for ``packages`` that match NVRTC of ``version``, or CUDA ``major`` when there is
+    none.
+    """
+    pin = f"=={major}.*" if version is None else f"=={version[0]}.{version[1]}.*"
     return "pip install " + " ".join(f"'{package}{pin}'" for package in packages)
 
 
@@ -207,7 +209,7 @@ def inspect_toolchain() -> tuple[Toolchain | None, str | None]:
         elif path not in include_dirs:
             include_dirs.append(path)
     if missing:
-        line = pip_install_line(packages, version)
+        line = pip_install_line(packages, version, major)
         return None, f"kernels cannot be compiled here, missing: {', '.join(missing)}. Install with: {line}"
     assert version is not None
     return Toolchain(version, _loaded_nvrtc_build(major), tuple(include_dirs)), None
