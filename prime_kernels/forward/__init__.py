@@ -1,0 +1,1 @@
+"""Forward kernels and how they are launched."""

@@ -1,0 +1,121 @@
+// What the host hands to the kernels: where things are. The host fills these structs (forward/launch.py mirrors them).
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace prime_kernels {
+
+constexpr uint32_t kMaxRanks = 32;
+constexpr uint64_t kAbortedEpoch = ~0ull;  // a peer that gave up says so in place of an epoch
+
+// Byte offsets into a rank's symmetric buffer, the same on every rank.
+struct SymmetricOffsets {
+    uint64_t x;             // bf16 [T, H]
+    uint64_t dy;            // bf16 [T, H]
+    uint64_t topk_idx;      // int64 [T, K]
+    uint64_t topk_weights;  // fp32 [T, K]
+    uint64_t route_count;   // uint32 [E]: rows this rank sends to each expert
+    uint64_t route_begin;   // uint32 [E]: where the expert's entries start in the list
+    uint64_t route_list;    // uint32 [T * K]: token * K + slot, by (expert, token, slot)
+    uint64_t slots;         // bf16 [T, K, H]: results returned to this rank
+    uint64_t dtopk_slots;   // fp32 [T, K]
+    uint64_t ready_flags;   // uint64 [R]: written by peer p: its staging and route plan of this epoch are ready
+    uint64_t done_flags;    // uint64 [R]: written by peer p: it has pulled from and pushed to this rank
+    uint64_t epoch;         // uint64: calls so far, counted on the device by the route plan so that graphs can be replayed
+};
+
+struct Communicator {
+    uint64_t peers[kMaxRanks];  // base of each rank's symmetric buffer as mapped here
+    SymmetricOffsets at;
+    uint64_t timeout_ns;
+    uint32_t rank;
+    uint32_t num_ranks;
+
+    template <typename T>
+    __device__ __forceinline__ T* peer(uint32_t rank_index, uint64_t offset) const {
+        return reinterpret_cast<T*>(peers[rank_index] + offset);
+    }
+    template <typename T>
+    __device__ __forceinline__ T* own(uint64_t offset) const { return peer<T>(rank, offset); }
+};
+
+// One record in host-visible memory: the first wait of this rank that expired, or the first check that failed.
+struct FaultRecord {
+    uint32_t site;
+    uint32_t rank;
+    uint32_t peer;
+    uint32_t reserved;
+    uint64_t epoch;
+    uint64_t expected;
+    uint64_t seen;
+};
+
+enum FaultSite : uint32_t {
+    kFaultNone = 0,
+    kFaultReadyFlag = 1,
+    kFaultDoneFlag = 2,
+    kFaultPeerAborted = 3,
+    kFaultDispatchRows = 4,
+    kFaultActivationRows = 5,
+    kFaultLocalDone = 6,
+    kFaultPoolOverflow = 7,
+    kFaultExpertIndex = 8,
+};
+
+struct RowOrigin {
+    uint32_t rank;
+    uint32_t entry;  // token * K + slot
+};
+
+struct Problem {
+    uint32_t num_tokens;
+    uint32_t num_topk;
+    uint32_t num_local_experts;
+    uint32_t pool_blocks;     // capacity of the pools in row blocks
+    uint32_t min_wave_tasks;
+    uint32_t dispatch_lead;   // row blocks that dispatch may run ahead of L1, so that rows are still in L2 when read
+    float clamp;              // +inf: no clamp
+};
+
+// One task of one warpgroup, in nanoseconds of the global timer; written only by kernels compiled with tracing.
+struct TraceEvent {
+    uint32_t sm;
+    uint32_t what;  // phase << 16 | warpgroup
+    uint32_t expert;
+    uint32_t block;
+    uint64_t begin;
+    uint64_t operands;  // the first operands were there
+    uint64_t product;   // the main loop was over
+    uint64_t end;
+};
+
+struct Trace {
+    TraceEvent* events;  // [warpgroups of the grid, capacity]
+    uint32_t* counts;
+    uint64_t capacity;
+};
+
+struct ForwardParams {
+    Communicator comm;
+    Problem problem;
+    uint8_t* pool_x;          // bf16 [C, H]
+    RowOrigin* origins;       // [C]
+    uint32_t* counters;       // see Counters
+    uint8_t* y;               // bf16 [n, H]
+    FaultRecord* fault;       // host-visible
+    uint32_t* recv_stats;     // int32 [El] or null
+    Trace trace;
+};
+
+// Counters of one launch in local memory, zeroed by the route plan: [0] CTAs that finished their tasks, [1] the abort
+// flag, then per row block the rows dispatched and the activation tiles written.
+struct Counters {
+    uint32_t* base;
+    uint32_t pool_blocks;
+    __device__ __forceinline__ uint32_t* finished_ctas() const { return base; }
+    __device__ __forceinline__ uint32_t* abort() const { return base + 1; }
+    __device__ __forceinline__ uint32_t* rows_dispatched(uint32_t block) const { return base + 32 + block; }
+    __device__ __forceinline__ uint32_t* tiles_activated(uint32_t block) const { return base + 32 + pool_blocks + block; }
+};
+
+}  // namespace prime_kernels
