@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .bf16 import bf16_mega_moe as bf16_mega_moe
     from .bf16 import bf16_mega_moe_backward as bf16_mega_moe_backward
     from .bf16 import transform_weights_for_mega_moe as transform_weights_for_mega_moe
+    from .gemm import (
+        get_mk_alignment_for_contiguous_layout as get_mk_alignment_for_contiguous_layout,
+    )
     from .gemm import k_grouped_bf16_gemm_tn_contiguous as k_grouped_bf16_gemm_tn_contiguous
     from .gemm import m_grouped_bf16_gemm_nn_contiguous as m_grouped_bf16_gemm_nn_contiguous
     from .gemm import m_grouped_bf16_gemm_nt_contiguous as m_grouped_bf16_gemm_nt_contiguous
@@ -37,6 +40,7 @@ _OWN = {
     "bf16_mega_moe": ".bf16",
     "bf16_mega_moe_backward": ".bf16",
     "get_backend": ".runtime",
+    "get_mk_alignment_for_contiguous_layout": ".gemm",
     "get_num_sms": ".runtime",
     "get_symm_buffer_for_mega_moe": ".symm",
     "is_available": ".registry",
