@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: the virtual environment in .venv and what is installed there.
 #
 # PYTHON=python3.12 chooses the interpreter a new environment is made with. Nothing outside the repository's
@@ -76,13 +77,14 @@ install_fingerprint() {
 
 # install_package EXTRAS: the package in editable mode, with `EXTRAS` and the compiler that torch's CUDA asks for.
 install_package() {
-    local extras="$1,$(cuda_extra)" stamp
+    local extras stamp
+    extras="$1,$(cuda_extra)"
     stamp="$venv/.prime-kernels-${extras//,/-}-$(install_fingerprint)"
     if [[ -e "$stamp" && -e "$root/prime_kernels/_vendor/manifest.json" ]]; then
         say "package: prime-kernels[$extras] is installed"
         return
     fi
     say "package: installing prime-kernels[$extras]"
-    "$venv_python" -m pip install --quiet --editable "$root[$extras]"
+    "$venv_python" -m pip install --quiet --editable "${root}[$extras]"
     touch "$stamp"
 }

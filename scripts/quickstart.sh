@@ -6,7 +6,7 @@
 #
 # Needs python3 with venv and pip, and a package index that pip reaches. PYTHON=python3.12 chooses the interpreter.
 set -euo pipefail
-# shellcheck source=scripts/environment.sh
+# shellcheck source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 make_venv
@@ -14,7 +14,8 @@ install_torch
 install_package cli
 
 say "doctor"
-"$venv_python" -m prime_kernels doctor
+"$venv_python" -m prime_kernels doctor ||
+    say "doctor: something is missing (see above); training says which backend it runs"
 
 say "training"
 "$venv_python" -m prime_kernels train --out "$root/runs/quickstart" "$@"

@@ -6,7 +6,7 @@
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 the number of test processes (2).
 set -euo pipefail
-# shellcheck source=scripts/environment.sh
+# shellcheck source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 reports="$root/runs/test"

@@ -17,6 +17,7 @@ from ..runtime import get_backend, resolve_backend, set_backend, set_device
 from . import report
 from .config import TrainConfig, parse_arguments
 from .corpus import Corpus, CorpusError, load_corpus
+from .gradcheck import GradientCheck
 from .parallel import Parallel, choose_device, environment_rank, environment_ranks, start, stop
 from .trainer import History, Trainer
 
@@ -122,7 +123,6 @@ def _run(config: TrainConfig, corpus: Corpus, parallel: Parallel, backend: Backe
         check = trainer.check_gradients()
     finally:
         trainer.close()
-    loss, validation = report.running_mean([loss for _, loss in history.loss])[-1], history.validation[-1][1]
     if parallel.is_main:
         facts = {
             "backend": backend.name,
@@ -137,18 +137,24 @@ def _run(config: TrainConfig, corpus: Corpus, parallel: Parallel, backend: Backe
         record = report.run_record(config, corpus, history, check, sample, facts)
         title = f"{config.layers}-layer MoE, {config.experts} experts top-{config.topk}, on {corpus.name}"
         paths = report.write(config.out, record, history, corpus, title)
-        print(
-            f"\n--- sample, {config.sample_bytes} bytes after {config.prompt!r} ---\n{sample}\n--- end of "
-            f"sample ---\n"
-        )
-        print(
-            f"loss {loss:.3f} in training, {validation:.3f} on held-out text, after {config.steps} steps in "
-            f"{seconds:.0f} s "
-            f"({facts['bytes_per_second']:,.0f} bytes/s); unigram entropy {corpus.unigram_entropy:.3f}"
-        )
-        print(check.line())
+        _print_results(trainer, sample, seconds, check)
         print("wrote " + ", ".join(str(path) for path in paths), flush=True)
     return EXIT_OK if check.passed else EXIT_FAILED
+
+
+def _print_results(trainer: Trainer, sample: str, seconds: float, check: GradientCheck) -> None:
+    config, history = trainer.config, trainer.history
+    title = f"sample: {config.sample_bytes} bytes after {config.prompt!r}, temperature {config.temperature:g}"
+    # A terminal of another encoding than UTF-8 shows question marks instead of failing.
+    encoding = sys.stdout.encoding or "utf-8"
+    print(f"\n--- {title}\n{sample.encode(encoding, 'replace').decode(encoding)}\n---\n")
+    loss = report.running_mean([value for _, value in history.loss])[-1]
+    print(
+        f"loss {loss:.3f} in training, {history.validation[-1][1]:.3f} on held-out text, after {config.steps} "
+        f"steps in {seconds:.0f} s ({config.steps * config.tokens / seconds:,.0f} bytes/s); "
+        f"unigram entropy {trainer.corpus.unigram_entropy:.3f}"
+    )
+    print(check.line())
 
 
 def _prepare(config: TrainConfig) -> tuple[Corpus, torch.device, Backend]:

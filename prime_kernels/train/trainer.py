@@ -34,6 +34,12 @@ class History:
     gradient_norm: list[tuple[int, float]] = field(default_factory=list)
 
 
+def printable(text: bytes) -> str:
+    """`text` for a terminal: what is no UTF-8 and every control character but a line's end becomes U+FFFD."""
+    characters = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in characters)
+
+
 def _require_finite(name: str, step: int, value: float) -> None:
     if not math.isfinite(value):
         raise FloatingPointError(f"the {name} is {value} at step {step}; try a lower --lr")
@@ -124,7 +130,7 @@ class Trainer:
             # Rank 0 decides, so that a last-bit difference between ranks cannot part their texts.
             chosen = self.parallel.broadcast_(chosen.to(device))
             text = torch.cat([text, chosen[None]], dim=1)
-        return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+        return printable(bytes(text[0].tolist()))
 
     def check_gradients(self) -> GradientCheck:
         """One more forward and backward on a fresh batch, its experts' gradients judged against float64."""

@@ -26,6 +26,7 @@ from prime_kernels.train.model import ByteMoE, initialize, rotary_tables, rotate
 from prime_kernels.train.optim import Optimizer, fp32_gradient
 from prime_kernels.train.parallel import Parallel
 from prime_kernels.train.report import running_mean
+from prime_kernels.train.trainer import printable
 
 ONE_RANK = Parallel(0, 1, None, torch.device("cpu"))
 
@@ -236,6 +237,11 @@ def test_the_learning_rate_warms_up_and_decays(tmp_path: Path) -> None:
 def test_a_parameter_without_gradient_counts_as_zero() -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     assert torch.equal(fp32_gradient(parameter), torch.zeros(3))
+
+
+def test_a_sample_is_safe_to_print() -> None:
+    assert printable(b"a line\nand \xc3\xa9") == "a line\nand é"
+    assert printable(b"\x1b[2J\x00\r\t\xff") == "\ufffd[2J\ufffd\ufffd\ufffd\ufffd"
 
 
 def test_the_running_mean_is_unbiased_at_the_start() -> None:
