@@ -13,18 +13,18 @@ from .._version import __version__
 
 
 def describe_run(command: str, device: torch.device, commit: str = "") -> dict[str, str]:
-    """Date, hardware, command, commit and versions of a run on a CUDA device.
+    """Date, hardware, command, commit and versions of a run.
 
     Args:
         command: what followed ``python -m``.
-        device: the CUDA device measured.
-        commit: recorded as given; empty asks git, which gives "" outside a checkout.
+        device: the device it ran on.
+        commit: recorded as given; empty asks git, which gives "" outside a checkout. A "+" marks one with
+            changes that are not committed.
     """
     package = (__package__ or "").partition(".")[0]
-    properties = torch.cuda.get_device_properties(device)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hardware": f"{properties.name}, {properties.multi_processor_count} SMs, driver {_driver_version()}",
+        "hardware": _hardware(device),
         "command": f"python -m {command}".strip(),
         "commit": commit or _git_commit(),
         "package": f"{package} {__version__}",
@@ -34,10 +34,28 @@ def describe_run(command: str, device: torch.device, commit: str = "") -> dict[s
     }
 
 
+def _hardware(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{device.type.upper()} ({platform.machine()})"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.multi_processor_count} SMs, driver {_driver_version()}"
+
+
 def _git_commit() -> str:
-    result = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    checkout = Path(__file__).resolve().parents[2]
+    # An installed package may lie inside some other checkout, whose commit says nothing about it.
+    if not (checkout / ".git").exists():
+        return ""
+    head, changes = (_git(checkout, "rev-parse", "HEAD"), _git(checkout, "status", "--porcelain", "-uno"))
+    return f"{head}+" if head and changes else head
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(checkout), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
