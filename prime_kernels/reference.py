@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .rounding import BF16_ROUNDING as BF16_ROUNDING
 from .rounding import NO_ROUNDING as NO_ROUNDING
+from .rounding import Round as Round
 from .rounding import Rounding as Rounding
 from .rounding import through as through
 from .routing import NO_EXPERT, RoutePlan, make_route_plan
@@ -217,7 +218,7 @@ class Experts:
                 continue
             gate_up, down = self.weights(expert, x.dtype)
             z = rounding.gate_up(x[rows] @ gate_up.T)
-            act = rounding.act(swiglu(z, self.clamp))
+            act = swiglu(z, self.clamp)  # never an operand of its own here, so nothing rounds it
             dact = rounding.dact(dy[rows] @ down)
             weight = row_weights[rows, None]
             dz = swiglu_backward(z, weight * dact, self.clamp)

@@ -37,10 +37,11 @@ class Rounding:
         x, dy: rows as dispatched.
         gate_up_weight, down_weight: one expert's weights.
         gate_up: the L1 GEMM's output [g | u].
-        act: a, operand of the down GEMM (and of dtopk).
+        act: a, operand of the down GEMM (forward only: the backward's operand is w * a).
         out_row: an expert's output row as pushed to the source rank; the weighted sum follows.
         y: the sum.
-        dact: da' as it leaves the down dgrad.
+        dact: da' as it leaves the down dgrad. The BF16 kernel keeps it, and a, in fp32 registers, where
+            dtopk and dz are computed.
         dz: operand of the gate/up dgrad.
         x_wgrad, dy_wgrad, dz_wgrad, weighted_act: operands of the weight gradients (applied to the
             dispatched x and dy, to the unrounded dz, and to w * a).
@@ -69,8 +70,8 @@ class Rounding:
 _BF16 = through(torch.bfloat16)
 
 NO_ROUNDING = Rounding()
-# The points at which the BF16 kernels store a bf16 value. Sums and dtopk stay fp32.
+# The points at which the BF16 kernels store a bf16 value. Sums, da' and dtopk stay fp32.
 BF16_ROUNDING = Rounding(
     gate_up=_BF16, act=_BF16, out_row=_BF16, y=_BF16,
-    dact=_BF16, dz=_BF16, dz_wgrad=_BF16, weighted_act=_BF16, dx_row=_BF16, dx=_BF16,
+    dz=_BF16, dz_wgrad=_BF16, weighted_act=_BF16, dx_row=_BF16, dx=_BF16,
 )  # fmt: skip
