@@ -148,10 +148,9 @@ def _print_results(trainer: Trainer, sample: str, seconds: float, check: Gradien
     # A terminal of another encoding than UTF-8 shows question marks instead of failing.
     encoding = sys.stdout.encoding or "utf-8"
     print(f"\n--- {title}\n{sample.encode(encoding, 'replace').decode(encoding)}\n---\n")
-    loss = report.running_mean([value for _, value in history.loss])[-1]
     print(
-        f"loss {loss:.3f} in training, {history.validation[-1][1]:.3f} on held-out text, after {config.steps} "
-        f"steps in {seconds:.0f} s ({config.steps * config.tokens / seconds:,.0f} bytes/s); "
+        f"loss {report.final_loss(history):.3f} in training, {history.validation[-1][1]:.3f} on held-out text, after "
+        f"{config.steps} steps in {seconds:.0f} s ({config.steps * config.tokens / seconds:,.0f} bytes/s); "
         f"unigram entropy {trainer.corpus.unigram_entropy:.3f}"
     )
     print(check.line())

@@ -18,17 +18,23 @@ from .gradcheck import GradientCheck
 from .trainer import History
 
 PNG_NAME, JSON_NAME, SAMPLE_NAME = "loss.png", "run.json", "sample.txt"
-SMOOTHING = 0.05  # share of a step in the running mean of the plotted loss
+SMOOTHING_RADIUS = 10  # steps to either side that the plotted loss is averaged over
 
 
-def running_mean(values: list[float], share: float = SMOOTHING) -> list[float]:
-    """Exponential running mean, corrected for its start."""
-    means, total, weight = [], 0.0, 0.0
-    for value in values:
-        total = (1 - share) * total + share * value
-        weight = (1 - share) * weight + share
-        means.append(total / weight)
+def moving_mean(values: list[float], radius: int = SMOOTHING_RADIUS) -> list[float]:
+    """Each value's mean with its neighbours up to `radius` away, as far as there are any on both sides."""
+    means = []
+    for i in range(len(values)):
+        reach = min(radius, i, len(values) - 1 - i)
+        window = values[i - reach : i + reach + 1]
+        means.append(sum(window) / len(window))
     return means
+
+
+def final_loss(history: History) -> float:
+    """Mean training loss of the last steps, in nats per byte."""
+    last = [loss for _, loss in history.loss[-SMOOTHING_RADIUS:]]
+    return sum(last) / len(last)
 
 
 def plot_loss(path: Path, history: History, corpus: Corpus, title: str) -> None:
@@ -37,7 +43,7 @@ def plot_loss(path: Path, history: History, corpus: Corpus, title: str) -> None:
     axes = figure.add_subplot()
     steps, losses = [step for step, _ in history.loss], [loss for _, loss in history.loss]
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes.plot(steps, running_mean(losses), color="tab:blue", linewidth=1.8, label="training (running mean)")
+    axes.plot(steps, moving_mean(losses), color="tab:blue", linewidth=1.8, label="training (moving mean)")
     validation_steps = [step for step, _ in history.validation]
     axes.plot(
         validation_steps,

@@ -25,8 +25,8 @@ from prime_kernels.train.corpus import (
 from prime_kernels.train.model import ByteMoE, initialize, rotary_tables, rotate
 from prime_kernels.train.optim import Optimizer, fp32_gradient
 from prime_kernels.train.parallel import Parallel
-from prime_kernels.train.report import running_mean
-from prime_kernels.train.trainer import printable
+from prime_kernels.train.report import final_loss, moving_mean
+from prime_kernels.train.trainer import History, printable
 
 ONE_RANK = Parallel(0, 1, None, torch.device("cpu"))
 
@@ -244,6 +244,9 @@ def test_a_sample_is_safe_to_print() -> None:
     assert printable(b"\x1b[2J\x00\r\t\xff") == "\ufffd[2J\ufffd\ufffd\ufffd\ufffd"
 
 
-def test_the_running_mean_is_unbiased_at_the_start() -> None:
-    assert running_mean([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-    assert running_mean([1.0, 2.0], share=0.5) == pytest.approx([1.0, 5 / 3])
+def test_the_plotted_loss_is_a_centred_mean() -> None:
+    assert moving_mean([4.0, 1.0, 4.0, 10.0, 1.0], radius=1) == pytest.approx([4.0, 3.0, 5.0, 5.0, 1.0])
+    ramp = [float(i) for i in range(30)]
+    assert moving_mean(ramp) == pytest.approx(ramp)  # a straight line is kept, to its ends
+    history = History(loss=[(step, float(step)) for step in range(1, 31)])
+    assert final_loss(history) == pytest.approx(25.5)
