@@ -148,11 +148,9 @@ def _print_results(trainer: Trainer, sample: str, seconds: float, check: Gradien
     # A terminal of another encoding than UTF-8 shows question marks instead of failing.
     encoding = sys.stdout.encoding or "utf-8"
     print(f"\n--- {title}\n{sample.encode(encoding, 'replace').decode(encoding)}\n---\n")
-    print(
-        f"loss {report.final_loss(history):.3f} in training, {history.validation[-1][1]:.3f} on held-out text, after "
-        f"{config.steps} steps in {seconds:.0f} s ({config.steps * config.tokens / seconds:,.0f} bytes/s); "
-        f"unigram entropy {trainer.corpus.unigram_entropy:.3f}"
-    )
+    losses = f"{report.final_loss(history):.3f} in training, {history.validation[-1][1]:.3f} on held-out text"
+    speed = f"{config.steps} steps in {seconds:.0f} s ({config.steps * config.tokens / seconds:,.0f} bytes/s)"
+    print(f"loss {losses}, after {speed}; unigram entropy {trainer.corpus.unigram_entropy:.3f}")
     print(check.line())
 
 
