@@ -28,9 +28,9 @@ class TrainConfig:
 
     out: Path
     text: Path | None = None
-    steps: int = 300
-    tokens: int = 2048
-    seq_len: int = 256
+    steps: int = 800
+    tokens: int = 1024
+    seq_len: int = 128
     layers: int = 3
     hidden: int = 256
     intermediate: int = 128
@@ -40,7 +40,7 @@ class TrainConfig:
     topk: int = 4
     untied: bool = False
     learning_rate: float = 3e-3
-    warmup_steps: int = 30
+    warmup_steps: int = 50
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     balance: float = 0.01
