@@ -20,6 +20,8 @@ BASE_OPTIONS = (
     "--device-int128",
     "--device-as-default-execution-space",
     "--ptxas-options=--verbose",
+    # The working directory must not lend headers.
+    "--no-source-include",
     f"--pre-include={PRELUDE}",
     # Unused variables and functions, unreachable code and sign changes of the vendored headers.
     "--diag-suppress=39,161,174,177,186,940",
@@ -38,8 +40,8 @@ class CompiledImage:
 def _text(nvrtc: ModuleType, size_of: Any, read: Any, program: Any) -> bytes:
     status, size = size_of(program)
     _check(nvrtc, status)
-    buffer = bytearray(size)
-    data = bytes(buffer)
+    # The bindings fill the bytes object in place.
+    data = bytes(size)
     (status,) = read(program, data)
     _check(nvrtc, status)
     return data

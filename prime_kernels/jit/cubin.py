@@ -33,7 +33,13 @@ _SYMBOL_VALUE = struct.Struct("<II")
 _ATTRIBUTE_FRAME_SIZE = 0x11
 _ATTRIBUTE_REGISTERS = 0x2F
 
+# The first bytes of a block's shared memory belong to the system on SM90 and newer. The section of a kernel
+# that uses shared memory starts with them; the limit of a launch (227 KiB) does not count them.
+RESERVED_SMEM = 1024
+
 _PTXAS_FUNCTION = re.compile(r"Function properties for (\S+)")
+# ptxas reports an ignored setmaxnreg and serialised WGMMAs as "info: Potential Performance Loss".
+_PTXAS_WARNING_WORDS = ("warning", "ignored", "performance loss")
 _PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -45,8 +51,7 @@ class Resources:
     stack_bytes: frame per thread in local memory. Spilled registers live there, so 0 means no spills.
     local_bytes: local memory per thread beside the stack.
     spill_store_bytes, spill_load_bytes: as ptxas reported them when the kernel was compiled.
-    static_smem: shared memory per block before the dynamic part of the launch. A dynamic array with a large
-        alignment shows up here with that alignment.
+    static_smem: shared memory per block that the kernel declares; the dynamic part of a launch comes on top.
     constant_bytes: constant bank 0, which holds the kernel's parameters.
     """
 
@@ -96,11 +101,11 @@ class Cubin:
 
 
 def ptxas_warnings(log: str) -> tuple[str, ...]:
-    """Warning lines of a ptxas log, and its info lines about something ignored (``setmaxnreg``)."""
+    """Warnings of a ptxas log, and info lines that say something was ignored or serialised (WGMMA)."""
     return tuple(
         line.strip()
         for line in log.splitlines()
-        if "ptxas" in line and ("warning" in line.lower() or "ignored" in line.lower())
+        if "ptxas" in line and any(word in line.lower() for word in _PTXAS_WARNING_WORDS)
     )
 
 
@@ -199,6 +204,6 @@ def read_resources(image: bytes, symbol: str, log: str) -> Resources:
         local_bytes=size_of(".nv.local"),
         spill_store_bytes=stores,
         spill_load_bytes=loads,
-        static_smem=size_of(".nv.shared"),
+        static_smem=max(0, size_of(".nv.shared") - RESERVED_SMEM),
         constant_bytes=size_of(".nv.constant0"),
     )

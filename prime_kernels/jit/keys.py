@@ -17,7 +17,7 @@ from .source import KernelSource
 from .toolchain import Toolchain, package_include_dirs
 
 # Raised when the meaning of a key or of a stored record changes.
-KEY_FORMAT = "prime-kernels-1"
+KEY_FORMAT = "prime-kernels-2"
 # Hexadecimal digits kept of a SHA-256: 128 bits.
 KEY_LENGTH = 32
 VENDORED_PREFIXES = ("deep_gemm/", "cute/", "cutlass/")
