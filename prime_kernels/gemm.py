@@ -179,19 +179,29 @@ def k_grouped_bf16_gemm_tn_contiguous(
         return
     check_rows(name, {"a": a, "b": b, "d": d})
     check_row_count(name, {"a": a, "b": b, "d": d})
+    if use_psum_layout:
+        # The SM90 kernel knows sizes only. With the zero rows up to the next start counted in, they are the
+        # same groups.
+        grouped_layout = _aligned_sizes(grouped_layout)
     num_sms = _usable_sms(d)
-    config = choose_config(GemmKind.K_TN, m, n, num_sms, use_psum_layout)
+    config = choose_config(GemmKind.K_TN, m, n, num_sms, False)
     problem = GemmProblem(
         kind=GemmKind.K_TN,
         m=m if "m" in compiled_dims else 0,
         n=n if "n" in compiled_dims else 0,
         k=0,
         num_groups=num_groups,
-        use_psum_layout=use_psum_layout,
+        use_psum_layout=False,
         accumulate=c is not None,
         num_sms=num_sms,
     )
     launch_gemm(problem, config, a, b, d, grouped_layout, (m, n, sum_k))
+
+
+def _aligned_sizes(ends: torch.Tensor) -> torch.Tensor:
+    """Rows of each group, padding included, from the groups' ends; on the device, no synchronisation."""
+    aligned_ends = (ends + (GROUP_ALIGNMENT - 1)) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+    return aligned_ends.diff(prepend=aligned_ends.new_zeros(1))
 
 
 def _start_from(d: torch.Tensor, c: torch.Tensor | None, ks: Sequence[int] | None) -> None:

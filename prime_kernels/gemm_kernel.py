@@ -25,11 +25,11 @@ _SWIZZLE_ATOM = OPERAND_SWIZZLE // 2  # bf16 elements
 
 # (major-ness of A, of B): the dimension that is contiguous in memory.
 _MAJORS = {GemmKind.M_NT: ("K", "K"), GemmKind.M_NN: ("K", "MN"), GemmKind.K_TN: ("MN", "MN")}
+# (k-grouped, groups given by their ends); the SM90 kernel has no k-grouped form with ends.
 _GEMM_TYPES = {
     (False, False): "MGroupedContiguous",
     (False, True): "MGroupedContiguousWithPsumLayout",
     (True, False): "KGroupedContiguous",
-    (True, True): "KGroupedContiguousWithPsumLayout",
 }
 
 
@@ -41,7 +41,7 @@ class GemmProblem:
         kind: operand order and grouping.
         m, n, k: compiled-in dimensions; 0 where the kernel takes them at run time.
         num_groups: number of weight matrices, or of outputs for ``K_TN``.
-        use_psum_layout: groups are given by their ends instead of by a row index or by sizes.
+        use_psum_layout: groups are given by their ends instead of by a row index; m-grouped only.
         accumulate: add into the output instead of overwriting it.
         num_sms: blocks of the persistent grid.
     """

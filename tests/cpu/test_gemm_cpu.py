@@ -269,3 +269,10 @@ def test_an_odd_number_of_sms_is_rounded_down_to_whole_clusters() -> None:
     assert {source.entry.split(", ")[17] for source in gemm.kernel_sources(2048, 768, 16, num_sms=131)} == {
         "130"
     }
+
+
+def test_psum_ends_become_padded_sizes() -> None:
+    _, ends, _ = layouts(GROUP_ROWS)
+    sizes = gemm._aligned_sizes(ends)
+    assert sizes.tolist() == [aligned(rows) for rows in GROUP_ROWS]
+    assert sizes.dtype == torch.int32
