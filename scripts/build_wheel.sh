@@ -5,8 +5,8 @@
 #
 #   --shim     also build the `deep_gemm` shim wheel, for images that have no other `deep_gemm`
 #   --aot      put ready cubins into the wheel, for images that must not compile; may be given several times.
-#              MODEL is a name that `prime-kernels warmup` knows, EP the number of ranks,
-#              for example qwen3-30b-a3b:8:bf16:sm_90a
+#              MODEL is a name that `prime-kernels warmup --help` lists, EP the number of ranks: for example
+#              qwen3-30b-a3b:8:bf16:sm_90a
 #   --output   folder to write to (default: dist)
 #
 # PYTHON=... chooses the interpreter (default: python3); it needs pip, and for --aot also this package's
@@ -64,12 +64,7 @@ mkdir "$work/source"
 
 if ((${#aot[@]})); then
     "$python" "$work/source/scripts/vendor_deepgemm.py"
-    for request in "${aot[@]}"; do
-        IFS=: read -r model ep precision arch <<<"$request"
-        (cd "$work/source" && "$python" -m prime_kernels warmup \
-            --model "$model" --ep "$ep" --precision "$precision" --arch "$arch" \
-            --output "$work/source/prime_kernels/_aot")
-    done
+    (cd "$work/source" && "$python" -m prime_kernels warmup --aot-dir prime_kernels/_aot "${aot[@]}")
 fi
 
 build() {

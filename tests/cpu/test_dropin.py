@@ -160,7 +160,8 @@ def test_without_deep_gemm_the_error_says_what_to_install(tmp_path: Path) -> Non
             except Exception as error:
                 return [type(error).__name__, str(error)]
         for code in ("deep_gemm.fp8_gemm_nt", "deep_gemm.utils",
-                     "from prime_kernels.utils.layout import ceil_div", "from prime_kernels.mega import nvfp4_mega_moe", "from prime_kernels import einsum",
+                     "from prime_kernels.utils.layout import ceil_div", "from prime_kernels import einsum",
+                     "from prime_kernels.mega import nvfp4_mega_moe",
                      "deep_gemm.no_such_name", "import prime_kernels.no_such_module", "deep_gemm._C"):
             out[code] = failure(code)
         out["own"] = [deep_gemm.bf16_mega_moe.__module__, deep_gemm.mega.SymmBuffer.__module__]
