@@ -72,7 +72,10 @@ cuda_extra() {
 
 # What an installation depends on: when it is unchanged, a second run needs no network.
 install_fingerprint() {
-    (cd "$root" && cat pyproject.toml hatch_build.py scripts/vendor_deepgemm.py scripts/header_patch.py patches/* | cksum | tr -d ' ')
+    (
+        cd "$root"
+        cat pyproject.toml hatch_build.py scripts/{vendor_deepgemm,header_patch}.py patches/* | cksum | tr -d ' '
+    )
 }
 
 # install_package EXTRAS: the package in editable mode, with `EXTRAS` and the compiler that torch's CUDA asks for.

@@ -46,7 +46,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 stage ruff "$venv_python" -m ruff check .
 stage mypy "$venv_python" -m mypy
-stage tests run_pytest tests -n "$jobs" tests/cpu tests/compile "$@"
+stage tests run_pytest tests -n "$jobs" --dist loadfile tests/cpu tests/compile "$@"
 if "$venv_python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     stage gpu-tests run_pytest gpu-tests tests/gpu "$@"
 fi
