@@ -53,7 +53,7 @@ __global__ void load_box(const __grid_constant__ Map map, unsigned char* out, un
 def load_box(
     source: torch.Tensor, box: tuple[int, ...], at: tuple[int, ...], loaded: tuple[int, ...], **options
 ) -> torch.Tensor:
-    """The bytes a TMA copy of ``box`` at index ``at`` leaves in shared memory, where its shape is ``loaded``."""
+    """The bytes a TMA copy of ``box`` at ``at`` leaves in shared memory, where its shape is ``loaded``."""
     made = tensor_map(source, box, **options)
     count = torch.Size(loaded).numel() * source.element_size()
     out = torch.full((count,), 0xEE, dtype=torch.uint8, device="cuda")
