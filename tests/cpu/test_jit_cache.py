@@ -96,10 +96,10 @@ while len(list(work.glob("ready-*"))) < count:
 print(compile_kernel(SOURCE, cache_dir=work / "cache").origin)
 """
     )
-    count = 3
+    count = 2
     processes = [start_python(child, tmp_path, str(count)) for _ in range(count)]
     origins = sorted(finish(process)[0].strip() for process in processes)
-    assert origins == ["cache", "cache", "compiled"]
+    assert origins == ["cache", "compiled"]
     assert len((tmp_path / "compiles").read_text().splitlines()) == 1
 
 
