@@ -157,10 +157,12 @@ class SymmBuffer:
         if base is None:
             device = _allocation_device(self.group)
             self.backend = runtime.resolve_backend(device, mma_type)
+            validation.check_sizes(self)
             self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         else:
             validation.check_base(self, base)
             self.backend, self.buffer = base.backend, base.buffer
+            validation.check_sizes(self)
         assert self.buffer is not None
         # A view keeps its base alive; destroying the base ends its views too.
         self._base = base

@@ -5,6 +5,7 @@ Each message names the value, the limit and what to do about it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from .symm import SymmBuffer
 
 MAX_TOPK = 32
-# What the SM90 BF16 kernels take: H in whole 64-element swizzle rows, I in whole 128-column tiles. The
-# reference has no such limits, but bf16 buffers obey them everywhere, so that what runs on a CPU runs there.
-HIDDEN_MULTIPLE = 64
-INTERMEDIATE_MULTIPLE = 128
 ACTIVATIONS = ("swiglu",)
 # dtype of x, y, dy, dx and the weights of each mma_type this package runs.
 DATA_DTYPES: dict[str, torch.dtype] = {
@@ -49,6 +46,22 @@ def check_equal_on_all_ranks(group: dist.ProcessGroup | None, arguments: dict[st
             )
     if problems:
         raise ValueError(f"{what}: {'; '.join(problems)}; pass equal arguments on all ranks of the group")
+
+
+@dataclass(frozen=True)
+class SizeMultiples:
+    """H and I of bf16 buffers have to be multiples of these."""
+
+    hidden: int
+    intermediate: int
+
+
+# SM90: a row is copied in pieces of 512 bytes, and a tile of the gate/up GEMM has 128 columns of I. The
+# reference needs neither; its limits let small models run on a CPU and still tell a wrong size from a right one.
+SIZE_MULTIPLES = {
+    "sm90": SizeMultiples(hidden=256, intermediate=128),
+    "reference": SizeMultiples(hidden=64, intermediate=128),
+}
 
 
 def is_own_mma_type(mma_type: str) -> bool:
@@ -101,9 +114,14 @@ def check_buffer_arguments(buffer: SymmBuffer) -> None:
             f"num_topk is {buffer.num_topk}, at most {min(buffer.num_experts, MAX_TOPK)} is possible "
             f"(num_experts is {buffer.num_experts}, kernels take up to {MAX_TOPK}); route to fewer experts"
         )
+
+
+def check_sizes(buffer: SymmBuffer) -> None:
+    """H and I, once the buffer's backend is known."""
     if buffer.mma_type == "bf16xbf16":
-        _check_multiple("hidden", buffer.hidden, HIDDEN_MULTIPLE)
-        _check_multiple("intermediate_hidden", buffer.intermediate_hidden, INTERMEDIATE_MULTIPLE)
+        multiples = SIZE_MULTIPLES[buffer.backend]
+        _check_multiple("hidden", buffer.hidden, multiples.hidden)
+        _check_multiple("intermediate_hidden", buffer.intermediate_hidden, multiples.intermediate)
 
 
 def _check_int(name: str, value: Any, least: int) -> None:
@@ -212,7 +230,8 @@ def check_shared_weights(l1: Any, l2: Any, buffer: SymmBuffer) -> int | None:
         raise ValueError(f"shared_l2_weights is {_brief(l2)}, needs a tensor of shape [{buffer.hidden}, Is]")
     inter = l2.shape[1]
     if buffer.mma_type == "bf16xbf16":
-        _check_multiple("the shared expert's intermediate size", inter, INTERMEDIATE_MULTIPLE)
+        multiple = SIZE_MULTIPLES[buffer.backend].intermediate
+        _check_multiple("the shared expert's intermediate size", inter, multiple)
     check_tensor("shared_l1_weights", l1, (2 * inter, buffer.hidden), dtype, device)
     check_tensor("shared_l2_weights", l2, (buffer.hidden, inter), dtype, device)
     return inter
