@@ -20,7 +20,7 @@ INSTALLATION_SOURCES = (
 )
 SCRIPTS = ("environment.sh", "quickstart.sh", "test.sh")
 
-# Stands for both the base interpreter and the environment's. It writes down every call, "makes" an environment
+# Stands for the base interpreter and for the environment's. It writes down every call, "makes" an environment
 # by copying itself there, has a torch once pip was told to install one, and fails where a call holds FAIL_ON.
 INTERPRETER = """#!/usr/bin/env bash
 echo "$*" >> "$LOG"
