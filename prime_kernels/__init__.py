@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from .registry import load as load
     from .registry import status as status
     from .runtime import get_backend as get_backend
+    from .runtime import get_device as get_device
     from .runtime import get_num_sms as get_num_sms
+    from .runtime import get_timeout_seconds as get_timeout_seconds
     from .runtime import set_backend as set_backend
+    from .runtime import set_device as set_device
     from .runtime import set_num_sms as set_num_sms
+    from .runtime import set_timeout_seconds as set_timeout_seconds
     from .symm import SymmBuffer as SymmBuffer
     from .symm import get_symm_buffer_for_mega_moe as get_symm_buffer_for_mega_moe
 
@@ -41,8 +45,10 @@ _OWN = {
     "bf16_mega_moe_backward": ".bf16",
     "get_backend": ".runtime",
     "get_mk_alignment_for_contiguous_layout": ".gemm",
+    "get_device": ".runtime",
     "get_num_sms": ".runtime",
     "get_symm_buffer_for_mega_moe": ".symm",
+    "get_timeout_seconds": ".runtime",
     "is_available": ".registry",
     "k_grouped_bf16_gemm_tn_contiguous": ".gemm",
     "load": ".registry",
@@ -50,7 +56,9 @@ _OWN = {
     "m_grouped_bf16_gemm_nt_contiguous": ".gemm",
     "mega_moe": ".op",
     "set_backend": ".runtime",
+    "set_device": ".runtime",
     "set_num_sms": ".runtime",
+    "set_timeout_seconds": ".runtime",
     "status": ".registry",
     "transform_weights_for_mega_moe": ".bf16",
 }

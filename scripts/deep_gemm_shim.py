@@ -19,7 +19,8 @@ __all__ = list(prime_kernels.__all__)
 
 # Only names below `deep_gemm.` are answered, and whether prime_kernels has such a module, its import says.
 sys.meta_path.insert(
-    0, AliasFinder(__name__, lambda _: True, lambda module: importlib.import_module(f"prime_kernels.{module}"))
+    0,
+    AliasFinder(__name__, lambda _: True, lambda module: importlib.import_module(f"prime_kernels.{module}")),
 )
 
 
