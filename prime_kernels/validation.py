@@ -57,7 +57,7 @@ class SizeMultiples:
 
 
 # SM90: a row is copied in pieces of 512 bytes, and a tile of the gate/up GEMM has 128 columns of I. The
-# reference needs neither; its limits let small models run on a CPU and still tell a wrong size from a right one.
+# reference needs neither; its limits let small models run on a CPU and still tell a wrong size.
 SIZE_MULTIPLES = {
     "sm90": SizeMultiples(hidden=256, intermediate=128),
     "reference": SizeMultiples(hidden=64, intermediate=128),
