@@ -183,6 +183,7 @@ for source in warmup.kernel_sources(*{target!r}):
 
 
 @pytest.mark.compile
+@pytest.mark.slow
 def test_ready_cubins_travel_in_the_wheel_and_are_found_first(tmp_path: Path) -> None:
     target = ("qwen3-30b-a3b", 8, "bf16", "sm_90a")
     (wheel,) = build(tmp_path / "dist", "--aot", ":".join(map(str, target)))
