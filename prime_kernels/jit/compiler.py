@@ -22,7 +22,6 @@ BASE_OPTIONS = (
     "--ptxas-options=--verbose",
     # The working directory must not lend headers.
     "--no-source-include",
-    f"--pre-include={PRELUDE}",
     # Unused variables and functions, unreachable code and sign changes of the vendored headers.
     "--diag-suppress=39,161,174,177,186,940",
 )
@@ -67,8 +66,10 @@ def command_line(source: KernelSource, toolchain: Toolchain) -> list[str]:
 def compile_image(source: KernelSource, toolchain: Toolchain) -> CompiledImage:
     """Compiles ``source`` now, without any cache. Raises CompileError with the compiler's log."""
     nvrtc = import_nvrtc()
+    # --pre-include would also look in the working directory.
+    code = f"#include <{PRELUDE}>\n#line 1\n{source.code}".encode()
     file_name = f"{source.name}.cu".encode()
-    status, program = nvrtc.nvrtcCreateProgram(source.code.encode(), file_name, 0, [], [])
+    status, program = nvrtc.nvrtcCreateProgram(code, file_name, 0, [], [])
     _check(nvrtc, status)
     try:
         expression = source.entry.encode()

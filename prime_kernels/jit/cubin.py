@@ -20,11 +20,12 @@ _EM_CUDA = 190
 # Offsets in the 64-bit ELF header.
 _CLASS_OFFSET = 4
 _MACHINE_OFFSET = 18
-_SECTION_TABLE_OFFSET = 40
-_SECTION_COUNTS_OFFSET = 58
+_TABLE_OFFSETS_OFFSET = 32
+_TABLE_COUNTS_OFFSET = 54
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SHT_SYMTAB = 2
+_SHT_NOBITS = 8
 
 # Entries of .nv.info: format, attribute, then either a 16-bit value or the size of the data that follows.
 _INFO_ENTRY = struct.Struct("<BBH")
@@ -143,11 +144,17 @@ def _sections(image: bytes) -> list[_Section]:
         raise CubinError(
             f"an ELF image, but not a 64-bit one for CUDA (class {image[_CLASS_OFFSET]}, machine {machine})"
         )
-    (table,) = struct.unpack_from("<Q", image, _SECTION_TABLE_OFFSET)
-    entry_size, count, names_index = struct.unpack_from("<HHH", image, _SECTION_COUNTS_OFFSET)
+    segments, table = struct.unpack_from("<QQ", image, _TABLE_OFFSETS_OFFSET)
+    segment_size, num_segments, entry_size, count, names_index = struct.unpack_from(
+        "<HHHHH", image, _TABLE_COUNTS_OFFSET
+    )
     headers = [_SECTION_HEADER.unpack_from(image, table + index * entry_size) for index in range(count)]
     names = headers[names_index][4]
-    return [_Section(_string(image, names + h[0]), h[1], h[4], h[5], h[6]) for h in headers]
+    sections = [_Section(_string(image, names + h[0]), h[1], h[4], h[5], h[6]) for h in headers]
+    ends = [section.offset + section.size for section in sections if section.kind != _SHT_NOBITS]
+    if len(image) < max(segments + num_segments * segment_size, *ends):
+        raise CubinError(f"the cubin is cut off at {len(image)} bytes")
+    return sections
 
 
 def _symbol_index(image: bytes, sections: list[_Section], symbol: str) -> int:
