@@ -18,6 +18,8 @@ GROUP_ALIGNMENT = 128
 BF16_BYTES = 2
 FP32_BYTES = 4
 BLOCK_K = 64
+# With an fp32 output tile only two 64-wide stages fit; four half as wide keep the tensor cores fed.
+BLOCK_K_FP32 = 32
 # K-major tiles must be one swizzle atom wide, which with 64 bf16 elements is 128 bytes.
 OPERAND_SWIZZLE = 128
 OUTPUT_SWIZZLE_BF16 = 128
@@ -118,8 +120,21 @@ def make_config(
     )
 
 
-# How fast a tile of this width runs relative to 256 columns when no column is wasted.
-_RELATIVE_SPEED = {256: 1.0, 192: 0.97, 128: 0.9, 64: 0.6}
+# How fast a tile of this width runs relative to 256 columns when no column is wasted. From the sweep on an
+# H200 (`bench/gemm_sweep.py`): 131072 rows, 16 experts, H 2048 I 768 and H 4096 I 1536, in TFLOP/s:
+#
+#   tile          L1         L2         dA         dX
+#   128x256x64    800  806   742  787   766  809   796  814    multicast A, B or none: within 3%
+#   128x192x64    793  795   715  762   763  793   771  776
+#   128x128x64    766  678   704  758   747  760   758  767
+#
+#   tile          dW13       dW2
+#   128x256x32    763  760   743  754    4 stages; multicast B 749 and 760, none 763 and 732
+#   128x192x32    758  752   733  741
+#   256x128x32    748  749   733  748
+#   128x128x64    725  729   717  731
+#   128x256x64    655  648   657  667    2 stages: too few in flight
+_RELATIVE_SPEED = {256: 1.0, 192: 0.98, 128: 0.95, 64: 0.6}
 
 
 def tile_count(extent: int, block: int) -> int:
@@ -141,16 +156,17 @@ def choose_config(kind: GemmKind, m: int, n: int, num_sms: int, use_psum_layout:
     Raises:
         ValueError: when ``K_TN`` has an ``m`` that no M tile divides.
     """
-    output_bytes = FP32_BYTES if kind is GemmKind.K_TN else BF16_BYTES
+    k_grouped = kind is GemmKind.K_TN
+    output_bytes, block_k = (FP32_BYTES, BLOCK_K_FP32) if k_grouped else (BF16_BYTES, BLOCK_K)
     block_m = GROUP_ALIGNMENT
-    if kind is GemmKind.K_TN and m % block_m:
+    if k_grouped and m % block_m:
         block_m = WARPGROUP // 2
         if m % block_m:
             # The output tile of the last M block would reach into the next group's output.
             raise ValueError(f"k-grouped GEMM: m = {m} must be a multiple of {block_m}")
     block_n = min(BLOCK_NS, key=lambda width: tile_count(n, width) * width / _RELATIVE_SPEED[width])
     multicast = "b" if multicast_legal(kind, m, n, block_m, block_n, num_sms, use_psum_layout) else "none"
-    return make_config(block_m, block_n, output_bytes, multicast)
+    return make_config(block_m, block_n, output_bytes, multicast, block_k)
 
 
 def multicast_legal(

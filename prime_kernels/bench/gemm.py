@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,14 +28,14 @@ from ..gemm import (
 from ..gemm_heuristics import GROUP_ALIGNMENT
 from ..models import model_shape
 from .record import describe_run
-from .timing import REPEATS, WARMUPS, median_ms
+from .timing import REPEATS, WARMUPS, host_us, median_ms
 
 PACKAGE = (__package__ or "").partition(".")[0]
 FLOPS_PER_MULTIPLY_ADD = 2
-# The load of performance.md: 16384 tokens with 8 experts each, over 8 ranks of 1/8 of the experts.
+# The load the project's figures are given for: 131072 rows a rank at top-8.
 TOKENS_PER_RANK = 16384
-DEFAULT_EP = 8
-DEFAULT_MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
+# MODEL:EP, the ranks that share the model's experts.
+DEFAULT_LOADS = ("qwen3-30b-a3b:8", "qwen3-235b-a22b:8", "qwen3-30b-a3b:1")
 FORWARD, BACKWARD = ("L1", "L2"), ("dA", "dX", "dW13", "dW2")
 CEILING_SIZE = 8192
 COPY_BYTES = 4 * 2**30
@@ -82,14 +81,20 @@ class GemmResult:
     relative_error: float
 
 
-def layer_load(model: str, ep: int, tokens: int = TOKENS_PER_RANK) -> LayerLoad:
-    """What one of ``ep`` ranks gets when every rank routes ``tokens`` tokens evenly.
+def layer_load(name: str, tokens: int = TOKENS_PER_RANK) -> LayerLoad:
+    """What one rank gets when every rank routes ``tokens`` tokens evenly.
+
+    Args:
+        name: ``MODEL:EP``, a model of :mod:`..models` and the ranks that share its experts.
 
     Raises:
-        ValueError: when the rows don't split into whole 128-row blocks per expert.
+        ValueError: for an unknown name, or rows that don't split into whole 128-row blocks per expert.
     """
+    model, _, ep = name.partition(":")
+    if not ep.isdecimal():
+        raise ValueError(f"load {name!r} must be MODEL:EP, for example {DEFAULT_LOADS[0]}")
     shape = model_shape(model)
-    experts = shape.experts_per_rank(ep)
+    experts = shape.experts_per_rank(int(ep))
     rows = tokens * shape.top_k
     if rows % (experts * GROUP_ALIGNMENT):
         raise ValueError(
@@ -210,6 +215,12 @@ def measure_ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
+def measure_host_time(device: torch.device) -> dict[str, float]:
+    """Microseconds of host time a call takes, argument checks and all, on a problem too small to matter."""
+    load = LayerLoad("small", 256, 128, 1, GROUP_ALIGNMENT)
+    return {case.name: host_us(case.run) for case in gemm_cases(load, device) if case.name in ("L1", "dW13")}
+
+
 def format_table(load: LayerLoad, results: Sequence[GemmResult]) -> str:
     """A table of one layer's products and the sums of forward and backward."""
     from tabulate import tabulate
@@ -231,14 +242,14 @@ def format_table(load: LayerLoad, results: Sequence[GemmResult]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog=f"{PACKAGE} bench gemm", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", nargs="+", default=list(DEFAULT_MODELS), help="model shapes to measure")
-    parser.add_argument("--ep", type=int, default=DEFAULT_EP, help="ranks that share the experts (default 8)")
+    parser.add_argument(
+        "--load", nargs="+", default=list(DEFAULT_LOADS), metavar="MODEL:EP", help="layers to measure"
+    )
     parser.add_argument("--tokens", type=int, default=TOKENS_PER_RANK, help="tokens per rank (default 16384)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--commit", default="", help="commit to record where there is no checkout")
-    argv = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(argv)
-    loads = [layer_load(model, arguments.ep, arguments.tokens) for model in arguments.model]
+    loads = [layer_load(name, arguments.tokens) for name in arguments.load]
     if not torch.cuda.is_available():
         raise SystemExit("bench gemm measures a GPU and torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -247,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ceilings = measure_ceilings(device)
     for what, value in ceilings.items():
         print(f"{what}: {value:.1f}")
+    host = measure_host_time(device)
+    print("host time of one call: " + ", ".join(f"{name} {value:.1f} us" for name, value in host.items()))
     layers = []
     for load in loads:
         results = measure_layer(load, device)
@@ -260,11 +273,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
         )
     if arguments.json is not None:
+        command = f"{PACKAGE} bench gemm --load {' '.join(arguments.load)} --tokens {arguments.tokens}"
         record = {
-            **describe_run(f"{PACKAGE} bench gemm {' '.join(argv)}", device, arguments.commit),
+            **describe_run(command, device, arguments.commit),
             "flop_convention": "2 * rows * N * K",
             "method": f"median of {REPEATS} after {WARMUPS} warm-ups, CUDA events, random data, equal groups",
             "ceilings": ceilings,
+            "host_us_per_call": host,
             "layers": layers,
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

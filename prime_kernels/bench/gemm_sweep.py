@@ -10,7 +10,6 @@ import functools
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -33,8 +32,7 @@ from ..jit import compile_kernel
 from ..jit.source import KernelSource
 from ..runtime import get_num_sms
 from .gemm import (
-    DEFAULT_EP,
-    DEFAULT_MODELS,
+    DEFAULT_LOADS,
     FLOPS_PER_MULTIPLY_ADD,
     PACKAGE,
     LayerLoad,
@@ -45,7 +43,7 @@ from .record import describe_run
 from .timing import median_ms
 
 # (block_m, block_n, block_k)
-M_GROUPED_TILES = ((128, 256, 64), (128, 192, 64), (128, 128, 64))
+M_GROUPED_TILES = ((128, 256, 64), (128, 192, 64), (128, 128, 64), (128, 64, 64))
 K_GROUPED_TILES = (
     (128, 256, 64),
     (128, 256, 32),
@@ -54,6 +52,8 @@ K_GROUPED_TILES = (
     (256, 128, 64),
     (256, 128, 32),
     (128, 128, 64),
+    (128, 128, 32),
+    (128, 64, 32),
 )
 MULTICASTS = ("b", "a", "none")
 # Between two configurations only the order of fp32 additions could differ.
@@ -146,6 +146,7 @@ def sweep_product(
         lines.append(
             {
                 "model": load.model,
+                "experts": load.experts,
                 "gemm": name,
                 "config": label(config),
                 "ms": ms,
@@ -159,16 +160,14 @@ def sweep_product(
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", nargs="+", default=list(DEFAULT_MODELS))
-    parser.add_argument("--ep", type=int, default=DEFAULT_EP)
+    parser.add_argument("--load", nargs="+", default=list(DEFAULT_LOADS), metavar="MODEL:EP")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
-    argv = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(argv)
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     num_sms = get_num_sms()
-    loads = [layer_load(model, arguments.ep) for model in arguments.model]
+    loads = [layer_load(name) for name in arguments.load]
     compile_all(
         [
             kernel_source(problem_of(kind, m, n, k, load, num_sms), config)
@@ -186,14 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in lines:
         mark = "*" if line["chosen"] else " "
         print(
-            f"{line['model']} {line['gemm']:5} {mark} {line['config']:42} "
+            f"{line['model']} x{line['experts']:<3} {line['gemm']:5} {mark} {line['config']:42} "
             f"{line['ms']:7.3f} ms {line['tflops']:5.0f} TFLOP/s"
         )
     if arguments.json is not None:
-        record = {
-            **describe_run(f"{PACKAGE}.bench.gemm_sweep {' '.join(argv)}", device, arguments.commit),
-            "lines": lines,
-        }
+        command = f"{PACKAGE}.bench.gemm_sweep --load {' '.join(arguments.load)}"
+        record = {**describe_run(command, device, arguments.commit), "lines": lines}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -31,3 +32,20 @@ def time_calls(call: Callable[[], object], warmups: int = WARMUPS, repeats: int 
 def median_ms(call: Callable[[], object], warmups: int = WARMUPS, repeats: int = REPEATS) -> float:
     """The median of :func:`time_calls`."""
     return statistics.median(time_calls(call, warmups, repeats))
+
+
+def host_us(call: Callable[[], object], rounds: int = 20, calls: int = 50) -> float:
+    """Microseconds of host time one call takes: the median over rounds of calls that start on an idle GPU.
+
+    A round is shorter than the launch queue, so that it never waits for the GPU.
+    """
+    call()
+    samples = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(samples)

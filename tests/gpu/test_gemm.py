@@ -22,6 +22,8 @@ ALIGNMENT = 128
 # Relative Frobenius norm against float64; rounding an output to bf16 alone gives 1.7e-3.
 BF16_ERROR = 2e-3
 FP32_ERROR = 2e-5
+# About a tenth of a second.
+SLEEP_CYCLES = 200_000_000
 
 ODD = (1, 0, 127, 128, 129, 0, 33, 15, 17, 31)
 SPLITS = (162, 0, 2577, 446, 0, 83)
@@ -265,10 +267,13 @@ def test_graph_replay_with_other_routing_and_data() -> None:
 
 def test_a_side_stream() -> None:
     stream = torch.cuda.Stream()
+    check_m_grouped(
+        (512, 512), 256, 256, True, False
+    )  # loads everything, so that the sleep outlasts the launches
     layout, ranges, rows = layout_of((512, 512), False)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(SLEEP_CYCLES)
         a = torch.randn(rows, 256, device="cuda").bfloat16()
         b = weights(2, 256, 256, True)
         d = torch.empty(rows, 256, device="cuda").bfloat16()
