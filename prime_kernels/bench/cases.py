@@ -170,7 +170,7 @@ SHAPES = {
     s.name: s
     for s in (
         Shape("small", hidden=256, intermediate=128, num_experts=8, top_k=2, tokens=67),
-        Shape("odd", hidden=512, intermediate=384, num_experts=24, top_k=5, tokens=45),
+        Shape("odd", hidden=512, intermediate=128, num_experts=24, top_k=5, tokens=45),
         Shape("wide-topk", hidden=256, intermediate=128, num_experts=16, top_k=16, tokens=33),
         Shape("qwen3-30b-a3b", hidden=2048, intermediate=768, num_experts=128, top_k=8, tokens=2048),
         Shape("qwen3-235b-a22b", hidden=4096, intermediate=1536, num_experts=128, top_k=8, tokens=1024),
@@ -301,10 +301,9 @@ def build_matrix(
             yield case
 
 
-def _generator(case: Case, purpose: str, device: torch.device) -> torch.Generator:
-    """A generator of its own for every purpose; ranks and variants of a case share their data."""
-    seed = zlib.crc32(f"{case.shape.name}/{case.routing.name}/{purpose}".encode())
-    return torch.Generator(device).manual_seed(seed)
+def _generator(purpose: str, device: torch.device) -> torch.Generator:
+    """A generator of its own for every purpose, always the same."""
+    return torch.Generator(device).manual_seed(zlib.crc32(purpose.encode()))
 
 
 def _normal(
@@ -314,31 +313,33 @@ def _normal(
     return (values * scale).to(dtype)
 
 
-def _down_scale(case: Case) -> float:
+def _down_scale(shape: Shape) -> float:
     """The standard deviation of W2 that gives y one of about 1: y sums K weighted rows of I products each."""
     mean_square_weight = (WEIGHT_HIGH**3 - WEIGHT_LOW**3) / (3 * (WEIGHT_HIGH - WEIGHT_LOW))
-    terms = case.shape.top_k * case.shape.intermediate
+    terms = shape.top_k * shape.intermediate
     return (terms * mean_square_weight * SWIGLU_MEAN_SQUARE) ** -0.5
 
 
-def expert_weights(case: Case, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_weights(
+    shape: Shape, dtype: torch.dtype, expert: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Natural-layout weights of one expert: gate_up [2I, H] with rows [gate | up], and down [H, I]."""
-    generator = _generator(case, f"expert{expert}", device)
-    hidden, intermediate = case.shape.hidden, case.shape.intermediate
-    dtype = case.precision.dtype
-    gate_up = _normal((2 * intermediate, hidden), hidden**-0.5, generator, dtype)
-    down = _normal((hidden, intermediate), _down_scale(case), generator, dtype)
+    generator = _generator(f"{shape.name}/expert{expert}", device)
+    gate_up = _normal((2 * shape.intermediate, shape.hidden), shape.hidden**-0.5, generator, dtype)
+    down = _normal((shape.hidden, shape.intermediate), _down_scale(shape), generator, dtype)
     return gate_up, down
 
 
 def shared_weights(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Weights of the shared expert, shaped like one expert's; None in a variant without one."""
-    return expert_weights(case, case.shape.num_experts, device) if case.variant.shared else None
+    if not case.variant.shared:
+        return None
+    return expert_weights(case.shape, case.precision.dtype, case.shape.num_experts, device)
 
 
 def rank_inputs(case: Case, rank: int, device: torch.device) -> RankInputs:
     """The inputs of one rank; a quarter of the router weights is exactly 0 in the ``mixed`` routing."""
-    generator = _generator(case, f"rank{rank}", device)
+    generator = _generator(f"{case.shape.name}/{case.routing.name}/rank{rank}", device)
     tokens, dtype = case.tokens_per_rank[rank], case.precision.dtype
     x = _normal((tokens, case.shape.hidden), 1.0, generator, dtype)
     dy = _normal((tokens, case.shape.hidden), 1.0, generator, dtype)

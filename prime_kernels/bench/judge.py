@@ -9,6 +9,7 @@ is told from one that was computed wrong.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .cases import Case, RankInputs, expert_weights, rank_inputs, shared_weights
+from .cases import Case, RankInputs, Shape, expert_weights, rank_inputs, shared_weights
 
 __all__ = [
     "CaseVerdict",
@@ -148,16 +149,8 @@ def judge_output(
             "both must cover the same tokens and experts"
         )
     top_k = expected.shape[-1]
-    failures: list[str] = []
-    untouched = count_poison(actual) if actual.dtype in _POISON_BITS else 0
-    if untouched:
-        failures.append(f"{untouched} of {actual.numel()} elements were never written")
-    values = actual.double()
-    computed = int((~torch.isfinite(values)).sum()) - untouched
-    if computed:
-        failures.append(f"{computed} of {actual.numel()} elements are Inf or NaN")
-
-    difference = _part_norms(values - expected, output).nan_to_num(nan=math.inf, posinf=math.inf)
+    difference = _part_norms(actual.double() - expected, output).nan_to_num(nan=math.inf, posinf=math.inf)
+    failures = [] if bool(torch.isfinite(difference).all()) else _not_finite(actual)
     size = _part_norms(expected, output)
     error = _ratio(float(torch.linalg.vector_norm(difference)), float(torch.linalg.vector_norm(size)))
     if error > limit:
@@ -185,11 +178,25 @@ def judge_output(
     return OutputVerdict(output, error, limit, worst, worst_error, worst_limit, tuple(failures))
 
 
+def _not_finite(actual: Tensor) -> list[str]:
+    untouched = count_poison(actual)
+    computed = actual.numel() - int(torch.isfinite(actual).sum()) - untouched
+    counts = {"were never written": untouched, "are Inf or NaN": computed}
+    return [f"{count} of {actual.numel()} elements {what}" for what, count in counts.items() if count]
+
+
 def _ratio(difference: float, size: float) -> float:
     """difference / size; nothing wrong with an empty or all-zero output that is right."""
     if difference == 0:
         return 0.0
     return difference / size if size else math.inf
+
+
+@functools.lru_cache(maxsize=1)
+def _all_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """All experts' weights as drawn in ``dtype``, in float64. Kept: many cases in a row have the same."""
+    weights = [expert_weights(shape, dtype, expert, device) for expert in range(shape.num_experts)]
+    return torch.stack([w[0] for w in weights]).double(), torch.stack([w[1] for w in weights]).double()
 
 
 def _reference_rounding(case: Case) -> reference.Rounding:
@@ -212,9 +219,7 @@ def expected_outputs(case: Case, inputs: list[RankInputs], device: torch.device)
         gradients by rank, shared_dw1 [R, 2I, H] and shared_dw2 [R, H, I] (each rank has those of its own
         tokens).
     """
-    weights = [expert_weights(case, expert, device) for expert in range(case.shape.num_experts)]
-    gate_up = torch.stack([w[0] for w in weights]).double()
-    down = torch.stack([w[1] for w in weights]).double()
+    gate_up, down = _all_weights(case.shape, case.precision.dtype, device)
     x, dy = torch.cat([rank.x for rank in inputs]).double(), torch.cat([rank.dy for rank in inputs]).double()
     idx, topk_weights = _routing_of(inputs)
     clamp, rounding = case.variant.clamp, _reference_rounding(case)

@@ -7,6 +7,8 @@ process each) and brings the ranks' outputs together. Another kind of rank is an
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import tempfile
 import time
@@ -22,14 +24,14 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from .. import bf16, reference, runtime, symm
-from .cases import Case, expert_weights, rank_inputs, shared_weights
+from .cases import Case, Shape, expert_weights, rank_inputs, shared_weights
 from .judge import RankOutputs, count_poison, poison_
 
 __all__ = ["LAUNCHERS", "CaseRun", "Launcher", "RankSettings", "run_rank"]
 
-# Rows of poison before and after an output, to see writes outside it. 32 keeps any row of 4-byte elements
-# at a multiple of 128 bytes.
-GUARD_ROWS = 32
+# Poison before and after an output, to see writes outside it: more than a row of any shape here, and a
+# multiple of the alignment that outputs may need.
+GUARD_ELEMENTS = 8192
 # The buffer holds some tokens more than any rank has, so that there is padding that must not be read.
 PADDING_TOKENS = 5
 # Elements between the rows of a strided weight.
@@ -67,8 +69,9 @@ class _GuardedOutput:
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.name = name
-        self.whole = torch.empty((shape[0] + 2 * GUARD_ROWS, *shape[1:]), dtype=dtype, device=device)
-        self.inner = self.whole[GUARD_ROWS : GUARD_ROWS + shape[0]]
+        end = GUARD_ELEMENTS + math.prod(shape)
+        self.whole = torch.empty(end + GUARD_ELEMENTS, dtype=dtype, device=device)
+        self.inner = self.whole[GUARD_ELEMENTS:end].view(shape)
         self.reset()
 
     def reset(self, base: Tensor | None = None) -> None:
@@ -79,7 +82,7 @@ class _GuardedOutput:
 
     def faults(self) -> list[str]:
         """Whether anything was written outside the output."""
-        guards = torch.cat([self.whole[:GUARD_ROWS], self.whole[GUARD_ROWS + self.inner.shape[0] :]])
+        guards = torch.cat([self.whole[:GUARD_ELEMENTS], self.whole[-GUARD_ELEMENTS:]])
         overwritten = guards.numel() - count_poison(guards)
         return [f"{self.name}: {overwritten} elements outside the output were written"] if overwritten else []
 
@@ -90,9 +93,18 @@ def _strided(weight: Tensor) -> Tensor:
     return padded[..., : weight.shape[-1]]
 
 
+@functools.lru_cache(maxsize=1)
+def _natural_weights(
+    shape: Shape, dtype: torch.dtype, experts: range, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Weights of some experts, [El, 2I, H] and [El, H, I]. Kept: many cases in a row have the same."""
+    weights = [expert_weights(shape, dtype, expert, device) for expert in experts]
+    return torch.stack([w[0] for w in weights]), torch.stack([w[1] for w in weights])
+
+
 def _local_weights(case: Case, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    experts = [expert_weights(case, expert, device) for expert in case.local_experts(rank)]
-    gate_up, down = torch.stack([e[0] for e in experts]), torch.stack([e[1] for e in experts])
+    experts = case.local_experts(rank)
+    gate_up, down = _natural_weights(case.shape, case.precision.dtype, experts, device)
     if not case.variant.natural_layout:
         gate_up = reference.interleave_gate_up(gate_up)
     return (_strided(gate_up), _strided(down)) if case.variant.strided_weights else (gate_up, down)
