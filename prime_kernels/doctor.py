@@ -195,7 +195,7 @@ def _driver_fits_row() -> list[Row]:
     if version is None or supported[0] >= version[0]:
         return []
     detail = f"NVRTC {version[0]}.{version[1]} is newer than the driver (CUDA {supported[0]}.{supported[1]})"
-    fix = "pip install 'prime-kernels[cu12]' 'cuda-python>=12.9,<13', or update the driver"
+    fix = "update the driver, or: pip install 'prime-kernels[cu12]' 'cuda-python>=12.9,<13'"
     return [Row("driver and NVRTC", MISSING, detail, fix)]
 
 

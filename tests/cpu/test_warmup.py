@@ -1,0 +1,151 @@
+"""`warmup`: which kernels a model needs, and filling a cache with no GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jit_helpers import tiny_source
+
+from prime_kernels import cli, warmup
+from prime_kernels.jit import KernelCache, ToolchainError, compile_kernel, keys
+from prime_kernels.models import MODELS, model_shape
+
+
+@pytest.fixture
+def tiny_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two small kernels in place of those of a model."""
+    group = warmup.KernelGroup(
+        "two small kernels", lambda shape, ep: (tiny_source(1), tiny_source(ep)), run=True
+    )
+    monkeypatch.setattr(warmup, "MANIFEST", {("sm_90a", "bf16"): (group,)})
+
+
+def run(*arguments: str | Path) -> int:
+    return cli.main(["warmup", *(str(argument) for argument in arguments)])
+
+
+def test_public_shapes():
+    assert (MODELS["qwen3-30b-a3b"].hidden, MODELS["qwen3-30b-a3b"].intermediate) == (2048, 768)
+    shape = model_shape("Qwen3-235B-A22B")
+    assert (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k) == (4096, 1536, 128, 8)
+    shape = model_shape("deepseek-v3")
+    assert (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k) == (7168, 2048, 256, 8)
+    assert all(name == shape.name for name, shape in MODELS.items())
+    with pytest.raises(ValueError, match=r"unknown model 'qwen9'.*qwen3-30b-a3b"):
+        model_shape("qwen9")
+    with pytest.raises(ValueError, match="128 experts, which 3 ranks cannot share"):
+        MODELS["qwen3-30b-a3b"].experts_per_rank(3)
+
+
+def test_every_entry_of_the_manifest_yields_sources_for_its_architecture():
+    for arch, precision in warmup.MANIFEST:
+        sources = warmup.kernel_sources("qwen3-30b-a3b", 8, precision, arch)
+        assert sources
+        assert {source.arch for source in sources} == {arch}
+        assert len(set(sources)) == len(sources)
+
+
+def test_kernels_that_never_run_say_so():
+    for groups in warmup.MANIFEST.values():
+        for group in groups:
+            assert group.run != group.description.endswith("compiled, never run")
+
+
+def test_unknown_precision_and_architecture_are_named():
+    with pytest.raises(ValueError, match=r"'fp4' on 'sm_90a'.*sm_90a bf16"):
+        warmup.kernel_sources("qwen3-30b-a3b", 8, "fp4", "sm_90a")
+    with pytest.raises(ValueError, match="'bf16' on 'sm_80'"):
+        warmup.kernel_sources("qwen3-30b-a3b", 8, "bf16", "sm_80")
+
+
+@pytest.mark.parametrize("text", ["qwen3-30b-a3b", "a:b:c:d", "a:1:bf16", "a:1:bf16:sm_90a:x"])
+def test_malformed_targets(text):
+    with pytest.raises(ValueError, match="MODEL:EP:PRECISION:ARCH"):
+        warmup.Target.parse(text)
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("tiny_kernels")
+def test_fills_a_directory_and_finds_it_filled(tmp_path, capsys):
+    directory = tmp_path / "a cache"
+    options = ("--model", "qwen3-30b-a3b", "--ep", "8", "--precision", "bf16", "--arch", "sm_90a")
+    assert run(*options, "--cache-dir", directory) == warmup.EXIT_OK
+    first = capsys.readouterr().out
+    assert str(directory) in first
+    assert len(re.findall(r"compiled in .* registers, 0 B stack, no spills", first)) == 2
+    assert len(KernelCache(directory).entries()) == 2
+    assert run(*options, "--cache-dir", directory, "--jobs", "1") == warmup.EXIT_OK
+    assert capsys.readouterr().out.count("found (cache)") == 2
+    # What it filled is what a training process looks for.
+    assert compile_kernel(tiny_source(8), cache_dir=directory).origin == "cache"
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("tiny_kernels")
+def test_several_targets_share_kernels(tmp_path):
+    targets = ("qwen3-30b-a3b:4:bf16:sm_90a", "deepseek-v3:8:bf16:sm_90a")
+    assert run(*targets, "--cache-dir", tmp_path) == warmup.EXIT_OK
+    assert len(KernelCache(tmp_path).entries()) == 3
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("tiny_kernels")
+def test_cubins_for_a_wheel(tmp_path):
+    assert (
+        run("qwen3-30b-a3b:1:bf16:sm_90a", "--cache-dir", tmp_path / "c", "--aot-dir", tmp_path / "aot") == 0
+    )
+    (shipped,) = KernelCache(tmp_path / "aot").entries()
+    assert keys.source_key(tiny_source(1)) in shipped.name
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("tiny_kernels")
+def test_a_directory_that_cannot_be_written_is_a_failure(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cannot be used"):
+        code = run("qwen3-30b-a3b:8:bf16:sm_90a", "--cache-dir", tmp_path / "file")
+    assert code == warmup.EXIT_FAILED
+    assert capsys.readouterr().err.count("could not be written") == 2
+    assert (
+        run("qwen3-30b-a3b:8:bf16:sm_90a", "--cache-dir", tmp_path / "c", "--aot-dir", tmp_path / "file") == 1
+    )
+
+
+@pytest.mark.compile
+def test_a_kernel_that_does_not_compile_fails_and_the_others_are_stored(tmp_path, monkeypatch, capsys):
+    broken = tiny_source(1, name="broken", include_dir=tmp_path / "empty")
+    group = warmup.KernelGroup("one good, one broken", lambda shape, ep: (broken, tiny_source(1)), run=True)
+    monkeypatch.setattr(warmup, "MANIFEST", {("sm_90a", "bf16"): (group,)})
+    assert run("--model", "qwen3-30b-a3b", "--cache-dir", tmp_path / "c") == warmup.EXIT_FAILED
+    captured = capsys.readouterr()
+    assert "value.h" in captured.err
+    assert "compiled in" in captured.out
+    assert len(KernelCache(tmp_path / "c").entries()) == 1
+
+
+def test_arguments_that_cannot_work(capsys):
+    assert run("--model", "qwen9") == warmup.EXIT_USAGE
+    assert "unknown model" in capsys.readouterr().err
+    assert run("--model", "gpt-oss-20b", "--precision", "fp8") == warmup.EXIT_USAGE
+    assert "hidden in multiples of 512, got 2880" in capsys.readouterr().err
+    assert run("--model", "qwen3-30b-a3b", "--ep", "5") == warmup.EXIT_USAGE
+    assert "5 ranks cannot share" in capsys.readouterr().err
+    for arguments in (
+        (),
+        ("--model", "olmoe-1b-7b", "olmoe-1b-7b:1:bf16:sm_90a"),
+        ("--model", "x", "--jobs", "0"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run(*arguments)
+        assert caught.value.code == warmup.EXIT_USAGE
+
+
+def test_missing_compiler_is_reported_once(tmp_path, monkeypatch, capsys):
+    def missing(source, cache_dir):
+        raise ToolchainError("install this and that")
+
+    monkeypatch.setattr(warmup, "compile_kernel", missing)
+    assert run("qwen3-30b-a3b:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_USAGE
+    assert capsys.readouterr().err.count("install this and that") == 1
