@@ -10,6 +10,7 @@ starting on a multiple of :func:`get_mk_alignment_for_contiguous_layout` rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -26,10 +27,10 @@ from .gemm_checks import (
     check_tensors,
 )
 from .gemm_heuristics import BLOCK_K, CLUSTER, GROUP_ALIGNMENT, GemmKind, choose_config
-from .gemm_kernel import GemmProblem, kernel_source, launch_gemm
+from .gemm_kernel import GemmPlan, GemmProblem, kernel_source, make_plan
 from .gemm_reference import k_grouped_tn, m_grouped
 from .jit.source import KernelSource
-from .runtime import get_backend, get_num_sms
+from .runtime import get_backend, sm_limit
 
 _SM90 = (9, 0)
 # SMs of an H100 or H200 in the SXM form, which warm-up assumes when there is no GPU to ask.
@@ -183,19 +184,11 @@ def k_grouped_bf16_gemm_tn_contiguous(
         # The SM90 kernel knows sizes only. With the zero rows up to the next start counted in, they are the
         # same groups.
         grouped_layout = _aligned_sizes(grouped_layout)
-    num_sms = _usable_sms(d)
-    config = choose_config(GemmKind.K_TN, m, n, num_sms, False)
-    problem = GemmProblem(
-        kind=GemmKind.K_TN,
-        m=m if "m" in compiled_dims else 0,
-        n=n if "n" in compiled_dims else 0,
-        k=0,
-        num_groups=num_groups,
-        use_psum_layout=False,
-        accumulate=c is not None,
-        num_sms=num_sms,
+    device = d.get_device()
+    plan = _plan(
+        GemmKind.K_TN, m, n, 0, num_groups, False, c is not None, _usable_sms(device), compiled_dims, device
     )
-    launch_gemm(problem, config, a, b, d, grouped_layout, (m, n, sum_k))
+    plan.launch(a, b, d, grouped_layout, (m, n, sum_k))
 
 
 def _aligned_sizes(ends: torch.Tensor) -> torch.Tensor:
@@ -262,19 +255,39 @@ def _m_grouped(
     check_rows(name, {"a": a, "b": b, "d": d})
     check_stacked(name, "b", b)
     check_row_count(name, {"a": a, "b": b, "d": d})
-    num_sms = _usable_sms(d)
-    config = choose_config(kind, 0, n, num_sms, use_psum_layout)
+    device = d.get_device()
+    plan = _plan(
+        kind, 0, n, k, num_groups, use_psum_layout, False, _usable_sms(device), compiled_dims, device
+    )
+    plan.launch(a, b, d, grouped_layout, (m, n, k))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    kind: GemmKind,
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int,
+    use_psum_layout: bool,
+    accumulate: bool,
+    num_sms: int,
+    compiled_dims: str,
+    device: int,
+) -> GemmPlan:
+    """The loaded kernel for a problem; m is 0 for the m-grouped kinds, k for ``K_TN``."""
+    config = choose_config(kind, m, n, num_groups, num_sms, use_psum_layout)
     problem = GemmProblem(
         kind=kind,
-        m=0,
+        m=m if "m" in compiled_dims else 0,
         n=n if "n" in compiled_dims else 0,
         k=k if "k" in compiled_dims else 0,
         num_groups=num_groups,
         use_psum_layout=use_psum_layout,
-        accumulate=False,
+        accumulate=accumulate,
         num_sms=num_sms,
     )
-    launch_gemm(problem, config, a, b, d, grouped_layout, (m, n, k))
+    return make_plan(problem, config, device)
 
 
 def kernel_sources(
@@ -298,7 +311,7 @@ def kernel_sources(
         (GemmKind.K_TN, hidden, intermediate, 0),
     ]
     for kind, m, n, k in shapes:
-        config = choose_config(kind, m, n, num_sms, False)
+        config = choose_config(kind, m, n, num_local_experts, num_sms, False)
         for accumulate in (False, True) if kind is GemmKind.K_TN else (False,):
             problem = GemmProblem(kind, m, n, k, num_local_experts, False, accumulate, num_sms)
             sources.append(kernel_source(problem, config))
@@ -313,7 +326,7 @@ def _backend(name: str, d: torch.Tensor, epilogue: object | None) -> str:
     if chosen == "reference" or (chosen == "auto" and d.device.type == "cpu"):
         return "reference"
     if d.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(d.device)
+        capability = _device_facts(d.get_device())[0]
         if capability == _SM90:
             return "sm90"
         where = f"{d.device} is SM{capability[0]}{capability[1]}"
@@ -336,6 +349,14 @@ def _even_sms(num_sms: int) -> int:
     return num_sms - num_sms % CLUSTER if num_sms >= CLUSTER else num_sms
 
 
-def _usable_sms(d: torch.Tensor) -> int:
-    present = torch.cuda.get_device_properties(d.device).multi_processor_count
-    return _even_sms(min(get_num_sms(), present))
+def _usable_sms(device: int) -> int:
+    limit = sm_limit()
+    present = _device_facts(device)[1]
+    return _even_sms(present if limit is None else min(limit, present))
+
+
+@functools.cache
+def _device_facts(device: int) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of SMs of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count

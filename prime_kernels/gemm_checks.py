@@ -52,8 +52,9 @@ def check_shape(name: str, label: str, tensor: torch.Tensor, shape: tuple[int, .
 def check_rows(name: str, matrices: Mapping[str, torch.Tensor]) -> None:
     """What TMA needs of a matrix or a stack of them: contiguous rows that start on 16-byte boundaries."""
     for label, matrix in matrices.items():
-        row_bytes = matrix.stride(-2) * matrix.element_size()
-        if matrix.stride(-1) != 1 or row_bytes % TMA_ALIGNMENT or matrix.data_ptr() % TMA_ALIGNMENT:
+        *_, row, column = matrix.stride()
+        misaligned = (row * matrix.element_size()) % TMA_ALIGNMENT or matrix.data_ptr() % TMA_ALIGNMENT
+        if column != 1 or misaligned:
             raise ValueError(
                 f"{name}: {label} has shape {tuple(matrix.shape)}, strides {matrix.stride()} and address "
                 f"{matrix.data_ptr():#x}; its last dimension must be contiguous, its rows and its address a "

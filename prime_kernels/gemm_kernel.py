@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -91,50 +92,93 @@ def kernel_source(problem: GemmProblem, config: GemmConfig) -> KernelSource:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _kernel(problem: GemmProblem, config: GemmConfig, device: int) -> Kernel:
-    return load_kernel(kernel_source(problem, config), device)
+@dataclass(frozen=True)
+class GemmPlan:
+    """A loaded kernel and all of its launch that does not depend on the tensors.
+
+    Attributes:
+        kernel: the loaded kernel.
+        num_sms, threads, cluster, smem: the launch configuration.
+        box_a, box_b, box_d: rows and columns that one TMA copy of each operand moves.
+        swizzle_d: swizzle of the output tile in bytes.
+    """
+
+    kernel: Kernel
+    num_sms: int
+    threads: int
+    cluster: int | None
+    smem: int
+    box_a: tuple[int, int]
+    box_b: tuple[int, int]
+    box_d: tuple[int, int]
+    swizzle_d: int
+
+    def launch(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor,
+        grouped_layout: torch.Tensor,
+        shape: tuple[int, int, int],
+    ) -> None:
+        """Launch on torch's current stream of the plan's device; all arguments are checked already.
+
+        Args:
+            a, b, d: 2-D, or 3-D with the groups outermost and one after another; last dimension contiguous.
+            grouped_layout: int32 on the same device.
+            shape: (m, n, k) as the kernel counts them.
+        """
+        m, n, k = shape
+        arguments = (
+            grouped_layout,
+            ctypes.c_uint32(m),
+            ctypes.c_uint32(n),
+            ctypes.c_uint32(k),
+            _matrix_map(a, self.box_a, OPERAND_SWIZZLE),
+            _matrix_map(b, self.box_b, OPERAND_SWIZZLE),
+            _matrix_map(d, self.box_d, self.swizzle_d),
+        )
+        self.kernel.launch(self.num_sms, self.threads, arguments, cluster=self.cluster, smem=self.smem)
 
 
-def _operand_box(k_major: bool, block_mn: int, block_k: int) -> tuple[int, int]:
-    """The box of a 2-D operand: rows, then the contiguous dimension in one swizzle atom."""
-    return (block_mn if k_major else block_k), _SWIZZLE_ATOM
+def make_plan(problem: GemmProblem, config: GemmConfig, device: int) -> GemmPlan:
+    """Compile (through the cache) and load the kernel on CUDA device number ``device``."""
+    # An operand's box is one swizzle atom wide in the dimension that is contiguous.
+    rows_a, rows_b = (
+        block if major == "K" else config.block_k
+        for major, block in zip(_MAJORS[problem.kind], (config.block_m, config.block_n), strict=True)
+    )
+    return GemmPlan(
+        kernel=load_kernel(kernel_source(problem, config), device),
+        num_sms=problem.num_sms,
+        threads=config.threads,
+        cluster=CLUSTER if config.multicast == CLUSTER else None,
+        smem=config.smem_bytes,
+        box_a=(rows_a, _SWIZZLE_ATOM),
+        box_b=(rows_b, _SWIZZLE_ATOM),
+        box_d=(config.block_m, _SWIZZLE_ATOM if config.output_swizzle else config.block_n),
+        swizzle_d=config.output_swizzle,
+    )
 
 
 def _matrix_map(matrix: torch.Tensor, box: tuple[int, int], swizzle: int) -> TensorMap:
     """A 2-D tensor map over a matrix, or over a stack of matrices whose rows follow each other evenly."""
-    rows = matrix.shape[:-1].numel()
-    columns = matrix.shape[-1]
-    return tensor_map(matrix, box, shape=(rows, columns), strides=(matrix.stride(-2), 1), swizzle=swizzle)
+    *rows, columns = matrix.shape
+    return _cached_matrix_map(
+        matrix.data_ptr(), matrix.dtype, math.prod(rows), columns, matrix.stride(-2), box, swizzle
+    )
 
 
-def launch_gemm(
-    problem: GemmProblem,
-    config: GemmConfig,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor,
-    shape: tuple[int, int, int],
-) -> None:
-    """Launch on the device of ``d`` and torch's current stream there; all arguments are checked already.
-
-    Args:
-        a, b, d: 2-D, or 3-D with the groups outermost; contiguous last dimension, groups one after another.
-        grouped_layout: int32 on the same device.
-        shape: (m, n, k) as the kernel counts them.
-    """
-    kernel = _kernel(problem, config, d.get_device())
-    a_k_major, b_k_major = (major == "K" for major in _MAJORS[problem.kind])
-    map_a = _matrix_map(a, _operand_box(a_k_major, config.block_m, config.block_k), OPERAND_SWIZZLE)
-    map_b = _matrix_map(b, _operand_box(b_k_major, config.block_n, config.block_k), OPERAND_SWIZZLE)
-    output_columns = _SWIZZLE_ATOM if config.output_swizzle else config.block_n
-    map_d = _matrix_map(d, (config.block_m, output_columns), config.output_swizzle)
-    m, n, k = shape
-    kernel.launch(
-        problem.num_sms,
-        config.threads,
-        (grouped_layout, ctypes.c_uint32(m), ctypes.c_uint32(n), ctypes.c_uint32(k), map_a, map_b, map_d),
-        cluster=CLUSTER if config.multicast == CLUSTER else None,
-        smem=config.smem_bytes,
+@functools.lru_cache(maxsize=4096)
+def _cached_matrix_map(
+    address: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    row_stride: int,
+    box: tuple[int, int],
+    swizzle: int,
+) -> TensorMap:
+    return tensor_map(
+        address, box, shape=(rows, columns), strides=(row_stride, 1), dtype=dtype, swizzle=swizzle
     )

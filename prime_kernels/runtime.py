@@ -103,6 +103,11 @@ def get_num_sms() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
+def sm_limit() -> int | None:
+    """The limit set with :func:`set_num_sms`, None without one. Asks no device, so it is cheap."""
+    return _num_sms
+
+
 def set_timeout_seconds(seconds: float) -> None:
     """Set how long a rank waits for a peer before it raises.
 

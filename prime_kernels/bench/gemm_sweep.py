@@ -27,7 +27,7 @@ from ..gemm_heuristics import (
     make_config,
     multicast_legal,
 )
-from ..gemm_kernel import GemmProblem, kernel_source, launch_gemm
+from ..gemm_kernel import GemmProblem, kernel_source, make_plan
 from ..jit import compile_kernel
 from ..jit.source import KernelSource
 from ..runtime import get_num_sms
@@ -130,18 +130,19 @@ def sweep_product(
     name, kind, m, n, k = product
     a, b, d, layout, shape = operands(kind, m, n, k, load, device)
     problem = problem_of(kind, m, n, k, load, num_sms)
-    chosen = choose_config(kind, m, n, num_sms, False)
+    chosen = choose_config(kind, m, n, load.experts, num_sms, False)
     expected = None
     lines = []
     for config in candidates(kind, m, n, num_sms):
         d.fill_(0 if kind is GemmKind.K_TN else float("nan"))
-        launch_gemm(problem, config, a, b, d, layout, shape)
+        plan = make_plan(problem, config, d.get_device())
+        plan.launch(a, b, d, layout, shape)
         if expected is None:
             expected = d.float()
         difference = relative_error(d, expected)
         if not difference <= MAX_DIFFERENCE:
             raise RuntimeError(f"{name} {label(config)}: output differs by {difference:.2e}")
-        ms = median_ms(functools.partial(launch_gemm, problem, config, a, b, d, layout, shape))
+        ms = median_ms(functools.partial(plan.launch, a, b, d, layout, shape))
         flops = FLOPS_PER_MULTIPLY_ADD * load.rows * n * (m if kind is GemmKind.K_TN else k)
         lines.append(
             {

@@ -2,6 +2,9 @@
 
 A map describes a tensor of rank 1 to 5 in global memory and the box of it that one copy moves. Shapes,
 strides and boxes are given the way torch orders them, the contiguous dimension last.
+The element a copy starts at must lie a multiple of 16 bytes into its row: on the H200 any other start in the
+contiguous dimension faults (as an illegal instruction), also where it is in bounds. Starts in the other
+dimensions, and starts outside the tensor, are free.
 The rules checked here are those of ``cuTensorMapEncodeTiled`` in the CUDA driver API reference: the driver
 reports every breach as the same ``CUDA_ERROR_INVALID_VALUE``, so they are named before it is called.
 """

@@ -22,7 +22,7 @@ REGISTERS_PER_SM = 65536
 
 def variant(kind: GemmKind, m: int, n: int, psum: bool, compiled: bool) -> KernelSource:
     """A kernel beyond the standard set; ``compiled`` compiles the dimensions in."""
-    config = choose_config(kind, m, n, HOPPER_SXM_SMS, psum)
+    config = choose_config(kind, m, n, 32, HOPPER_SXM_SMS, psum)
     shape = (m, n) if compiled else (0, 0)
     problem = GemmProblem(kind, *shape, 0, 32, psum, False, HOPPER_SXM_SMS)
     return kernel_source(problem, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from typing import Any
@@ -217,8 +218,8 @@ SHAPES = [
 def test_chosen_configurations_fit_and_never_pair_blocks_of_two_groups(
     kind: GemmKind, m: int, n: int, num_sms: int
 ) -> None:
-    for psum in (False, True):
-        config = choose_config(kind, m, n, num_sms, psum)
+    for psum, groups in itertools.product((False, True), (1, 128)):
+        config = choose_config(kind, m, n, groups, num_sms, psum)
         assert config.smem_bytes <= gemm_heuristics.SMEM_BUDGET
         assert config.num_stages >= 2
         assert config.threads in (256, 384)
@@ -243,12 +244,12 @@ def test_multicast_is_used_where_it_is_safe() -> None:
     assert not multicast_legal(GemmKind.M_NT, 0, 768, 128, 256, 132, True)
     assert not multicast_legal(GemmKind.K_TN, 384, 768, 128, 256, 132, False)
     assert not multicast_legal(GemmKind.M_NT, 0, 768, 128, 256, 131, False)
-    assert choose_config(GemmKind.M_NT, 0, 1536, 132, False).multicast == 2
+    assert choose_config(GemmKind.M_NT, 0, 1536, 16, 132, False).multicast == 2
 
 
 def test_an_output_no_tile_divides_is_an_error() -> None:
     with pytest.raises(ValueError, match="m = 96 must be a multiple of 64"):
-        choose_config(GemmKind.K_TN, 96, 256, 132, False)
+        choose_config(GemmKind.K_TN, 96, 256, 16, 132, False)
 
 
 def test_the_row_count_is_in_no_kernel_source() -> None:
