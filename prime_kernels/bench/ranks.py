@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
 import os
 import tempfile
 import time
@@ -278,13 +279,15 @@ def run_in_processes(cases: Sequence[Case], settings: RankSettings) -> Iterator[
     with tempfile.TemporaryDirectory(prefix="parity-") as directory:
         folder = Path(directory)
         index = 0
+        # A server that has imported torch once forks the ranks: seconds less for each of them.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed"])
         while index < len(cases):
             context = start_processes(
                 _rank_process,
                 (cases, index, settings, directory),
                 nprocs=ranks,
                 join=False,
-                start_method="spawn",
+                start_method="forkserver",
             )
             limit, error = START_SECONDS + settings.timeout, ""
             try:
@@ -307,6 +310,7 @@ def run_in_processes(cases: Sequence[Case], settings: RankSettings) -> Iterator[
 
 # Between two looks for the files of a case; a case takes longer than this on any machine.
 POLL_SECONDS = 0.02
+PEERS_FAIL_SECONDS = 0.5
 # Importing torch in every process and building the group, on a loaded machine.
 START_SECONDS = 120.0
 # Leaving the process group after the last case.
@@ -317,24 +321,26 @@ def _wait_for(context: ProcessContext, folder: Path, index: int, ranks: int, lim
     """Wait until every rank has written the case's outputs. Returns what went wrong, or an empty string."""
     deadline = time.monotonic() + limit
     while not all(_outputs_file(folder, index, rank).exists() for rank in range(ranks)):
-        ended = {rank: p.exitcode for rank, p in enumerate(context.processes) if p.exitcode not in (None, 0)}
-        if ended:
-            return _error_of(folder, index, ended)
+        if any(process.exitcode not in (None, 0) for process in context.processes):
+            return _error_of(context, folder, index)
         if time.monotonic() > deadline:
             return f"the ranks did not finish within {limit:.0f} s (raise the limit with --timeout)"
         time.sleep(POLL_SECONDS)
     return ""
 
 
-def _error_of(folder: Path, index: int, ended: dict[int, int | None]) -> str:
-    """The tracebacks that ranks have written, else how their processes ended."""
-    texts = [
-        f"rank {f.stem.partition('-rank')[2]}: {f.read_text()}"
-        for f in sorted(folder.glob(f"case{index}-*.error"))
-    ]
-    if texts:
-        return "\n".join(texts)
-    return ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ended.items())
+def _error_of(context: ProcessContext, folder: Path, index: int) -> str:
+    """For each rank that ended: its traceback, or else how its process ended."""
+    # One rank's end makes its peers fail a moment later; the report should have all of them.
+    time.sleep(PEERS_FAIL_SECONDS)
+    errors = []
+    for rank, process in enumerate(context.processes):
+        traceback_file = folder / f"case{index}-rank{rank}.error"
+        if traceback_file.exists():
+            errors.append(f"rank {rank}: {traceback_file.read_text()}")
+        elif process.exitcode not in (None, 0):
+            errors.append(f"rank {rank} ended with exit code {process.exitcode}")
+    return "\n".join(errors)
 
 
 def _end(context: ProcessContext, grace: float) -> None:
