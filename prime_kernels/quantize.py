@@ -51,6 +51,7 @@ def power_of_two_scale(amax: Tensor) -> Tensor:
 
 def to_e4m3(value: Tensor) -> Tensor:
     """Cast to e4m3 to nearest, ties to even; beyond +-448 saturate. NaN stays NaN."""
+    # Beyond the range, the cast itself saturates in some PyTorch versions and gives NaN in others.
     return value.float().clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
