@@ -223,5 +223,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.out is not None:
         for path in write_reports(options.out, environment, verdicts):
             print(f"wrote {os.path.relpath(path)}")
-    print(f"{summary_line(verdicts)} in {time.perf_counter() - start:.1f} s on {environment['hardware']}")
+    print(f"{time.perf_counter() - start:.1f} s on {environment['hardware']}, backend {settings.backend}")
+    print(summary_line(verdicts))
     return EXIT_OK if all(verdict.passed for verdict in verdicts) else EXIT_FAILED
