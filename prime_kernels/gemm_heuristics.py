@@ -120,21 +120,25 @@ def make_config(
     )
 
 
-# How fast a tile of this width runs relative to 256 columns when no column is wasted. From the sweep on an
-# H200 (`bench/gemm_sweep.py`): 131072 rows, 16 experts, H 2048 I 768 and H 4096 I 1536, in TFLOP/s:
+# How fast a tile of this width runs relative to 256 columns when no column is wasted. From the sweep recorded
+# in ci/results (`bench/gemm_sweep.py`, one H200): 131072 rows, 16 experts, the best multicast of each tile in
+# TFLOP/s at H 2048 I 768, then at H 4096 I 1536:
 #
 #   tile          L1         L2         dA         dX
-#   128x256x64    800  806   742  787   766  809   796  814    multicast A, B or none: within 3%
-#   128x192x64    793  795   715  762   763  793   771  776
-#   128x128x64    766  678   704  758   747  760   758  767
+#   128x256x64    796  777   745  789   764  803   795  815
+#   128x192x64    796  757   711  756   769  795   762  715
+#   128x128x64    761  753   700  755   742  765   750  751
+#   128x64x64     580  503   574  573   580  539   580  490
 #
 #   tile          dW13       dW2
-#   128x256x32    763  760   743  754    4 stages; multicast B 749 and 760, none 763 and 732
-#   128x192x32    758  752   733  741
-#   256x128x32    748  749   733  748
-#   128x128x64    725  729   717  731
-#   128x256x64    655  648   657  667    2 stages: too few in flight
-#   128x64x32     474  456   478  461    (m-grouped, 64 wide: 455 to 517)
+#   128x256x32    751  752   741  742    4 stages
+#   128x192x32    755  749   732  742
+#   256x128x32    742  751   732  741
+#   128x128x64    723  673   718  729
+#   128x256x64    648  637   647  655    2 stages: too few in flight
+#
+# Multicast of A, of B and none lie within the spread of repeated runs (up to 8% at the larger shape), but for
+# dW13 at the larger shape, where sharing B (752) beats none (712).
 _RELATIVE_SPEED = {256: 1.0, 192: 0.98, 128: 0.95, 64: 0.6}
 
 # With many groups each has few rows, so that writing the fp32 output weighs as much as the product. A smaller
