@@ -15,7 +15,7 @@ from .reference import BF16_ROUNDING, NO_ROUNDING, Experts, LocalTransport, Tran
 from .routing import RoutePlan, make_route_plan
 from .symm import UPSTREAM_MMA_TYPE, SymmBuffer
 
-_KERNEL = "mega_moe_bf16"
+_FORWARD, _BACKWARD = "mega_moe_bf16", "mega_moe_bf16_backward"
 
 
 def bf16_mega_moe(
@@ -62,9 +62,11 @@ def bf16_mega_moe(
     num_tokens = validation.check_rows("y", y, buffer)
     validation.check_stats(cumulative_local_expert_recv_stats, buffer)
     if buffer.backend != "reference":
-        _kernels().forward(
-            y, l1_weights, l2_weights, buffer, shared_l1_weights, shared_l2_weights,
-            cumulative_local_expert_recv_stats, activation_clamp, fast_math, l1_natural_layout,
+        _kernel(_FORWARD).forward(
+            y=y, l1_weights=l1_weights, l2_weights=l2_weights, sym_buffer=buffer,
+            shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
+            cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+            activation_clamp=activation_clamp, fast_math=fast_math, l1_natural_layout=l1_natural_layout,
         )  # fmt: skip
         return
     with torch.no_grad():
@@ -144,10 +146,12 @@ def bf16_mega_moe_backward(
         shared_dw1_weights, shared_dw2_weights, shared_inter, buffer, accumulate
     )
     if buffer.backend != "reference":
-        _kernels().backward(
-            dx, dw1, dw2, dtopk, dy, l1_weights, l2_weights, buffer, shared_l1_weights, shared_l2_weights,
-            shared_dw1_weights, shared_dw2_weights, activation_clamp, fast_math, dw_natural_layout,
-            l1_natural_layout, accumulate,
+        _kernel(_BACKWARD).backward(
+            dx=dx, dw1=dw1, dw2=dw2, dtopk=dtopk, dy=dy, l1_weights=l1_weights, l2_weights=l2_weights,
+            sym_buffer=buffer, shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
+            shared_dw1_weights=shared_dw1_weights, shared_dw2_weights=shared_dw2_weights,
+            activation_clamp=activation_clamp, fast_math=fast_math, dw_natural_layout=dw_natural_layout,
+            l1_natural_layout=l1_natural_layout, accumulate=accumulate,
         )  # fmt: skip
         return
     with torch.no_grad():
@@ -201,10 +205,11 @@ def transform_weights_for_mega_moe(
     return l1_weights, l2_weights
 
 
-def _kernels() -> ModuleType:
+def _kernel(name: str) -> ModuleType:
+    """A kernel's module, whose function ``forward`` or ``backward`` takes the checked arguments by name."""
     from . import registry
 
-    return registry.load(_KERNEL)
+    return registry.load(name)
 
 
 def _check_call(buffer: SymmBuffer, l1: Tensor, l2: Tensor, activation: str, clamp: float | None) -> None:

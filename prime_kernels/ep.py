@@ -6,6 +6,7 @@ Point-to-point rather than an all-to-all, so that a rank that waits in vain can 
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor
 from .routing import RoutePlan, make_route_plan, pool_order
 from .runtime import get_timeout_seconds
 
+# The kernel's name for this run of this machine, the same in all containers on it.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # A rank whose routing is invalid sends this instead of row counts, so that its peers need not wait for it.
 _NO_PLAN = -1
 
@@ -26,6 +29,11 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 def group_rank(group: dist.ProcessGroup | None) -> int:
     """This process's rank in ``group``; None is one rank."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def nvlink_domain() -> str:
+    """What ranks that reach each other's memory through NVLink have in common: the machine they run on."""
+    return _BOOT_ID.read_text("ascii").strip()
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -158,6 +158,8 @@ class SymmBuffer:
             device = _allocation_device(self.group)
             self.backend = runtime.resolve_backend(device, mma_type)
             validation.check_sizes(self)
+            if self.backend != "reference":
+                validation.check_nvlink_domain(self.group, ep.nvlink_domain())
             self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         else:
             validation.check_base(self, base)

@@ -64,6 +64,25 @@ SIZE_MULTIPLES = {
 }
 
 
+def check_nvlink_domain(group: dist.ProcessGroup | None, domain: str) -> None:
+    """Compare the ranks' NVLink domains (collective); RuntimeError names the ranks of each."""
+    if group is None:
+        return
+    domains: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(domains, domain, group=group)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, name in enumerate(domains):
+        ranks_of.setdefault(name, []).append(rank)
+    if len(ranks_of) > 1:
+        members = " and ".join(str(ranks) for ranks in ranks_of.values())
+        smallest = min(len(ranks) for ranks in ranks_of.values())
+        raise RuntimeError(
+            f"the group's {len(domains)} ranks are in {len(ranks_of)} NVLink domains: ranks {members}; the "
+            f"kernels reach peers through NVLink only, so make expert-parallel groups of at most {smallest} "
+            "ranks, each inside one machine"
+        )
+
+
 def is_own_mma_type(mma_type: str) -> bool:
     """Whether buffers of this type are this package's; all others are upstream's."""
     return mma_type in DATA_DTYPES or mma_type in PLANNED_MMA_TYPES

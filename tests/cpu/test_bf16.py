@@ -10,7 +10,13 @@ import torch
 from mega_calls import Outputs, backward, forward, make_buffer, poison_buffer, run_both
 from moe_oracle import Problem, make_problem, relative_error, solve
 
-from prime_kernels import SymmBuffer, bf16_mega_moe, bf16_mega_moe_backward, transform_weights_for_mega_moe
+from prime_kernels import (
+    SymmBuffer,
+    bf16_mega_moe,
+    bf16_mega_moe_backward,
+    registry,
+    transform_weights_for_mega_moe,
+)
 from prime_kernels.reference import deinterleave_gate_up, interleave_gate_up, moe_backward
 
 BF16_TOLERANCE = 5e-3
@@ -364,6 +370,43 @@ def test_transform_weights_keeps_tensors() -> None:
 )
 def test_signatures_clients_inspect(function, names: str) -> None:
     assert list(inspect.signature(function).parameters) == names.split()
+
+
+class _Kernels:
+    """Stands for a kernel's module and notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict]] = []
+
+    def forward(self, **arguments) -> None:
+        self.calls.append(("forward", arguments))
+
+    def backward(self, **arguments) -> None:
+        self.calls.append(("backward", arguments))
+
+
+def test_another_backend_gets_the_checked_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, loaded = _Kernels(), []
+    monkeypatch.setattr(registry, "load", lambda name: loaded.append(name) or kernels)
+    problem = small(torch.bfloat16, shared_inter=128, clamp=2.0)
+    buffer = make_buffer(problem, MAX_TOKENS)
+    buffer.backend = "sm90"
+    y, _ = forward(problem, buffer, l1_natural_layout=False)
+    grads = backward(problem, buffer, skip=("dw2",), dw_natural_layout=False)
+    assert loaded == ["mega_moe_bf16", "mega_moe_bf16_backward"]
+    (_, forwarded), (_, backwarded) = kernels.calls
+    settled = {"activation"}  # one value is left after validation
+    assert set(forwarded) == set(inspect.signature(bf16_mega_moe).parameters) - settled
+    assert set(backwarded) == set(inspect.signature(bf16_mega_moe_backward).parameters) - settled
+    assert forwarded["y"] is y
+    assert forwarded["sym_buffer"] is backwarded["sym_buffer"] is buffer
+    assert forwarded["l1_natural_layout"] is False
+    assert backwarded["dx"] is grads["dx"]
+    assert backwarded["dw2"] is None
+    assert backwarded["dw_natural_layout"] is False
+    assert forwarded["activation_clamp"] == backwarded["activation_clamp"] == 2.0
+    assert y.isnan().all()  # nothing ran in its place
+    assert grads["dx"].isnan().all()
 
 
 def test_moe_backward_and_public_function_agree() -> None:
