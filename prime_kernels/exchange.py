@@ -15,6 +15,7 @@ from torch import Tensor
 MAX_RANKS = 32
 BLOCK_M = 128
 CLUSTER_SIZE = 2
+GRAD_COLUMNS = 128  # columns of I in one backward tile
 COUNTER_HEADER = 32  # uint32 words before the per-block counters
 REGION_ALIGNMENT = 1024
 NO_CLAMP = float("inf")
@@ -80,6 +81,25 @@ class Problem(ctypes.Structure):
         ("min_wave_tasks", ctypes.c_uint32),
         ("dispatch_lead", ctypes.c_uint32),
         ("clamp", ctypes.c_float),
+    ]
+
+
+class Trace(ctypes.Structure):
+    """Where a kernel compiled with tracing writes its timeline."""
+
+    _fields_ = [("events", ctypes.c_uint64), ("counts", ctypes.c_uint64), ("capacity", ctypes.c_uint64)]
+
+
+class LaunchParams(ctypes.Structure):
+    """What both directions need."""
+
+    _fields_ = [
+        ("comm", Communicator),
+        ("problem", Problem),
+        ("origins", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+        ("trace", Trace),
     ]
 
 
@@ -149,7 +169,7 @@ class FaultBox:
         self.address = self._memory.data_ptr()
         self._record = FaultRecord.from_address(self.address)
 
-    def raise_if_set(self, pool_rows: int) -> None:
+    def raise_if_set(self) -> None:
         """Turn a recorded fault into an exception, once.
 
         Raises:
@@ -175,34 +195,48 @@ class FaultBox:
                 f"for none (step {epoch})"
             )
         if site in _PEER_SITES:
-            raise RuntimeError(f"rank {rank}, step {epoch}: {what}: peer {peer} (expected {expected}, seen {seen})")
+            raise RuntimeError(
+                f"rank {rank}, step {epoch}: {what}: peer {peer} (expected {expected}, seen {seen})"
+            )
         raise RuntimeError(f"rank {rank}, step {epoch}: {what} timed out (expected {expected}, seen {seen})")
 
 
 class Pools:
-    """Local memory of one rank for one call, shared by all layers.
+    """Local memory of one rank for one call, shared by all layers and both directions.
 
     Attributes:
-        x: bf16 [C, H] dispatched rows.
-        activations: bf16 [C, I].
-        origins: uint32 [C, 2] (rank, token * K + slot).
-        counters: uint32, zeroed by each call's route plan.
-        plan_counts: uint32 [chunks, E], scratch of the route plan.
+        x, dy: bf16 [C, H] dispatched rows.
+        activations: bf16 [C, I]: a in the forward, w * a in the backward.
+        dz: bf16 [C, 2I].
+        weights: fp32 [C] routing weight of each row.
+        dtopk_parts: fp32 [C, I / 128].
+        origins: int32 [C, 2] (rank, token * K + slot).
+        counters: zeroed by each call's route plan.
+        plan_counts: int32 [chunks, E], scratch of the route plan.
     """
 
-    def __init__(self, shape: ExchangeShape, blocks: int, plan_chunks: int, device: torch.device) -> None:
+    def __init__(self, shape: ExchangeShape, blocks: int, plan_chunks: int, device: torch.device, backward: bool) -> None:
         rows = blocks * BLOCK_M
         self.blocks = blocks
-        self.x = torch.empty(rows, shape.hidden, dtype=torch.bfloat16, device=device)
-        self.activations = torch.empty(rows, shape.intermediate, dtype=torch.bfloat16, device=device)
+
+        def bf16(columns: int, wanted: bool = True) -> Tensor:
+            return torch.empty(rows if wanted else 0, columns, dtype=torch.bfloat16, device=device)
+
+        self.x = bf16(shape.hidden)
+        self.activations = bf16(shape.intermediate)
+        self.dy = bf16(shape.hidden, backward)
+        self.dz = bf16(2 * shape.intermediate, backward)
+        self.weights = torch.empty(rows if backward else 0, dtype=torch.float32, device=device)
+        self.dtopk_parts = torch.empty(
+            rows if backward else 0, shape.intermediate // GRAD_COLUMNS, dtype=torch.float32, device=device
+        )
         self.origins = torch.empty(rows, 2, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(COUNTER_HEADER + 2 * blocks, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(COUNTER_HEADER + 2 * blocks + shape.local_experts, dtype=torch.int32, device=device)
         self.plan_counts = torch.empty(plan_chunks, shape.experts, dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.x, self.activations, self.origins, self.counters, self.plan_counts)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
 
 
 def region(storage: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

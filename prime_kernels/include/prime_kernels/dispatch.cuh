@@ -24,56 +24,87 @@ __device__ __forceinline__ RowOrigin find_origin(const Communicator& comm, const
     return {rank, comm.peer<uint32_t>(rank, comm.at.route_list)[begin + row - before]};
 }
 
-template <uint32_t kRowBytes>
+template <uint32_t kInFlight, uint32_t kRowBytes>
 __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, uint32_t lane) {
-    constexpr uint32_t kVectorsPerLane = kRowBytes / (kVectorBytes * 32);
-    constexpr uint32_t kInFlight = kVectorsPerLane % 8 == 0 ? 8 : (kVectorsPerLane % 4 == 0 ? 4 : (kVectorsPerLane % 5 == 0 ? 5 : (kVectorsPerLane % 3 == 0 ? 3 : 1)));
+    constexpr uint32_t kVectors = kRowBytes / kVectorBytes;
+    constexpr uint32_t kStep = 32 * kInFlight;
     static_assert(kRowBytes % (kVectorBytes * 32) == 0, "A row must be whole 512-byte pieces: H a multiple of 256");
-    for (uint32_t first = 0; first < kVectorsPerLane; first += kInFlight) {
+    #pragma unroll 1
+    for (uint32_t first = lane; first < kVectors; first += kStep) {
         uint4 held[kInFlight];
         #pragma unroll
-        for (uint32_t i = 0; i < kInFlight; ++i) held[i] = ptx::load_streaming(from + ((first + i) * 32 + lane) * kVectorBytes);
+        for (uint32_t i = 0; i < kInFlight; ++i)
+            if (kVectors % kStep == 0 or first + i * 32 < kVectors) held[i] = ptx::load_streaming(from + (first + i * 32) * kVectorBytes);
         #pragma unroll
-        for (uint32_t i = 0; i < kInFlight; ++i) ptx::store_global(to + ((first + i) * 32 + lane) * kVectorBytes, held[i]);
+        for (uint32_t i = 0; i < kInFlight; ++i)
+            if (kVectors % kStep == 0 or first + i * 32 < kVectors) ptx::store_global(to + (first + i * 32) * kVectorBytes, held[i]);
     }
 }
 
-// The dispatch role of one warp: every `num_warps`-th chunk.
 template <uint32_t kRowBytes>
-__device__ __forceinline__ void dispatch_rows(const ForwardParams& params, const Counters& counters, const Watchdog& dog,
-                                              const ExpertRows& table, uint32_t warp, uint32_t num_warps, uint32_t lane) {
-    const Communicator& comm = params.comm;
+__device__ __forceinline__ void zero_row(uint8_t* to, uint32_t lane) {
+    for (uint32_t i = lane; i < kRowBytes / kVectorBytes; i += 32) ptx::store_global(to + i * kVectorBytes, make_uint4(0, 0, 0, 0));
+}
+
+// Where dispatched rows go. `dy` and `weights` are of the backward alone. There rows beyond an expert's last are written as
+// zeros up to the end of their block: weight gradients sum over whole blocks, and 0 x NaN is NaN.
+struct DispatchPools {
+    uint8_t* x;          // bf16 [C, H]
+    uint8_t* dy;         // bf16 [C, H]
+    float* weights;      // fp32 [C]
+};
+
+// The dispatch role of one warp: every `num_warps`-th chunk. `progress` counts, per row block, finished tiles of the phase
+// that reads the rows: a block is fetched when work has begun on the block `lead` before it.
+template <bool kBackward, uint32_t kInFlight, uint32_t kRowBytes>
+__device__ __forceinline__ void dispatch_rows(const LaunchParams& launch, const DispatchPools& pools, const ExpertRows& table, uint32_t warp,
+                                              uint32_t num_warps, uint32_t lane) {
+    const Communicator& comm = launch.comm;
+    const Counters counters{launch};
     ExpertCursor cursor;
     cursor.load(table);
     uint32_t begin = 0;  // first chunk of the cursor's expert
+    const auto chunks_here = [&] {
+        return kBackward ? cursor.blocks() * (kBlockM / kRowsPerChunk) : ceil_div(cursor.rows, kRowsPerChunk);
+    };
     for (uint32_t chunk = warp; ; chunk += num_warps) {
-        while (cursor.expert < table.num_experts and chunk - begin >= ceil_div(cursor.rows, kRowsPerChunk)) {
-            begin += ceil_div(cursor.rows, kRowsPerChunk);
+        while (cursor.expert < table.num_experts and chunk - begin >= chunks_here()) {
+            begin += chunks_here();
             cursor.step(table);
         }
         if (cursor.expert >= table.num_experts) return;
 
         const uint32_t first_row = (chunk - begin) * kRowsPerChunk;
         const uint32_t block = cursor.pool_block + first_row / kBlockM;
-        if (block >= params.problem.dispatch_lead)
-            wait_counter(dog, counters.tiles_activated(block - params.problem.dispatch_lead), 1, kFaultActivationRows);
-        const uint32_t valid = min(kRowsPerChunk, cursor.rows - first_row);
+        if (block >= launch.problem.dispatch_lead)
+            wait_counter(launch, counters.tiles_done(block - launch.problem.dispatch_lead), 1, kFaultActivationRows);
+        const uint32_t valid = cursor.rows > first_row ? min(kRowsPerChunk, cursor.rows - first_row) : 0;
         const uint64_t pool_row = static_cast<uint64_t>(cursor.pool_block) * kBlockM + first_row;
         uint64_t source = 0;
         if (lane < valid) {
             const RowOrigin origin = find_origin(comm, table, cursor, first_row + lane);
-            params.origins[pool_row + lane] = origin;
-            source = comm.peers[origin.rank] + comm.at.x + static_cast<uint64_t>(origin.entry / params.problem.num_topk) * kRowBytes;
+            launch.origins[pool_row + lane] = origin;
+            source = comm.peers[origin.rank] + static_cast<uint64_t>(origin.entry / launch.problem.num_topk) * kRowBytes;
+            if (kBackward) pools.weights[pool_row + lane] = comm.peer<float>(origin.rank, comm.at.topk_weights)[origin.entry];
         }
+        #pragma unroll 1
         for (uint32_t i = 0; i < valid; ++i) {
             const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffff, source, i));
-            copy_row<kRowBytes>(params.pool_x + (pool_row + i) * kRowBytes, from, lane);
+            copy_row<kInFlight, kRowBytes>(pools.x + (pool_row + i) * kRowBytes, from + comm.at.x, lane);
+            if (kBackward) copy_row<kInFlight, kRowBytes>(pools.dy + (pool_row + i) * kRowBytes, from + comm.at.dy, lane);
+        }
+        if (kBackward) {
+            #pragma unroll 1
+            for (uint32_t i = valid; i < kRowsPerChunk; ++i) {
+                zero_row<kRowBytes>(pools.x + (pool_row + i) * kRowBytes, lane);
+                zero_row<kRowBytes>(pools.dy + (pool_row + i) * kRowBytes, lane);
+            }
         }
         // Each lane orders its ordinary stores before the copy engine's reads; then one lane publishes for the warp.
         ptx::fence_proxy_async();
         ptx::fence_gpu();
         __syncwarp();
-        if (lane == 0) ptx::add_release_gpu(counters.rows_dispatched(block), valid);
+        if (lane == 0) ptx::add_release_gpu(counters.rows_dispatched(block), kBackward ? kRowsPerChunk : valid);
     }
 }
 

@@ -48,87 +48,134 @@ struct ExpertCursor {
     }
 };
 
-enum class ForwardPhase : uint32_t { kL1 = 0, kL2 = 1 };
+// One phase of the work: how many tasks an expert has in it, and how many waves it runs behind the first phase.
+struct PhaseShape {
+    bool by_rows;       // true: tasks cover the expert's row blocks; false: a fixed number (weight gradients)
+    uint32_t m_groups;  // block groups if not by_rows
+    uint32_t n_blocks;  // 0: the phase is switched off
+    uint32_t lag;
+};
 
-struct ForwardTask {
-    ForwardPhase phase;
+struct Task {
+    uint32_t phase;
     uint32_t expert;
     uint32_t rows;         // of this expert
     uint32_t pool_block;   // first row block of this expert in the pool
-    uint32_t block_group;  // which kClusterSize row blocks of this expert
+    uint32_t block_group;  // which kClusterSize blocks, along rows or along the gradient's first dimension
     uint32_t n_block;
 };
 
-// Forward: L1 of wave 0, L1 of wave 1, L2 of wave 0, L1 of wave 2, L2 of wave 1, ... A wave is a run of experts with at
-// least `min_wave_tasks` L1 tasks, so that when an L2 task is reached, the L1 tasks it reads were started a wave ago.
-struct ForwardOrder {
+// Waves of experts, several phases deep. A wave is a run of experts with at least `min_wave_tasks` tasks of phase 0. Step i
+// runs phase 0 on wave i, then phase p on wave i - lag[p]. Forward (lags 0, 1): L1(0) L1(1) L2(0) L1(2) L2(1) ... A task of
+// phase p only waits for tasks of lower phases of the same expert: these stand earlier in the order, whole waves earlier
+// where lags differ. Handed out in this order to workers that take them in turn, no wait can deadlock.
+template <uint32_t kPhases, uint32_t kMaxLag>
+struct WaveOrder {
     ExpertRows table;
-    uint32_t l1_n_blocks;
-    uint32_t l2_n_blocks;
+    PhaseShape shapes[kPhases];
     uint32_t min_wave_tasks;
+    ExpertCursor cursors[kPhases];
+    uint32_t wave_ends[kMaxLag + 1];  // of the newest waves, by step
+    uint32_t step;
+    uint32_t wave_tasks;              // of phase 0 in this step so far
+    uint32_t phase;
+    uint32_t begin;                   // index of the first task of the current phase and expert
+    uint32_t count;                   // tasks of the current phase and expert
 
-    ForwardPhase phase = ForwardPhase::kL1;
-    ExpertCursor l1, l2;
-    uint32_t wave_tasks = 0;     // L1 tasks of the wave so far
-    uint32_t l2_stop = 0;        // L2 may run up to this expert
-    uint32_t last_wave_end = 0;  // end of the newest complete L1 wave
-    uint32_t begin = 0;          // index of the first task of the current expert and phase
-    uint32_t count = 0;          // tasks of the current expert and phase
-
-    PK_HOST_DEVICE ForwardOrder(const ExpertRows& rows, uint32_t l1_blocks, uint32_t l2_blocks, uint32_t min_tasks)
-        : table(rows), l1_n_blocks(l1_blocks), l2_n_blocks(l2_blocks), min_wave_tasks(min_tasks) {
-        l1.load(table);
-        l2.load(table);
-        count = l1.block_groups() * l1_n_blocks;
-        wave_tasks = count;
+    PK_HOST_DEVICE void init(const ExpertRows& rows, uint32_t min_tasks) {  // `shapes` are set before
+        table = rows;
+        min_wave_tasks = min_tasks;
+        for (uint32_t p = 0; p < kPhases; ++p) {
+            cursors[p] = ExpertCursor();
+            cursors[p].load(table);
+        }
+        for (uint32_t i = 0; i <= kMaxLag; ++i) wave_ends[i] = 0;
+        step = phase = begin = count = wave_tasks = 0;
+        enter();
     }
 
     // The task with index `task` (they must be asked for in rising order), or false behind the last one.
-    PK_HOST_DEVICE bool seek(uint32_t task, ForwardTask& out) {
+    PK_HOST_DEVICE bool seek(uint32_t task, Task& out) {
         while (task - begin >= count) {
+            if (over()) return false;
             begin += count;
-            if (not advance()) {
-                count = 0;
-                return false;
-            }
+            cursors[phase].step(table);
+            enter();
         }
-        const bool is_l1 = phase == ForwardPhase::kL1;
-        const ExpertCursor& cursor = is_l1 ? l1 : l2;
-        const uint32_t n_blocks = is_l1 ? l1_n_blocks : l2_n_blocks;
+        const ExpertCursor& cursor = cursors[phase];
         const uint32_t local = task - begin;
         out.phase = phase;
         out.expert = cursor.expert;
         out.rows = cursor.rows;
         out.pool_block = cursor.pool_block;
-        out.block_group = local / n_blocks;
-        out.n_block = local % n_blocks;
+        out.block_group = local / shapes[phase].n_blocks;
+        out.n_block = local % shapes[phase].n_blocks;
         return true;
     }
 
+    // Whether every task of phase `p` lies before the current position.
+    PK_HOST_DEVICE bool passed(uint32_t p) const { return cursors[p].expert >= table.num_experts; }
+
 private:
-    PK_HOST_DEVICE bool advance() {
-        if (phase == ForwardPhase::kL1) {
-            if (l1.expert < table.num_experts) l1.step(table);
-            if (l1.expert < table.num_experts and wave_tasks < min_wave_tasks) {
-                count = l1.block_groups() * l1_n_blocks;
-                wave_tasks += count;
-                return true;
+    PK_HOST_DEVICE bool over() const {
+        for (uint32_t p = 0; p < kPhases; ++p)
+            if (not passed(p)) return false;
+        return true;
+    }
+    PK_HOST_DEVICE uint32_t tasks_here() const {
+        const PhaseShape& shape = shapes[phase];
+        return (shape.by_rows ? cursors[phase].block_groups() : shape.m_groups) * shape.n_blocks;
+    }
+    // The expert at which phase `phase` stops in this step.
+    PK_HOST_DEVICE bool more_here() const {
+        const uint32_t expert = cursors[phase].expert;
+        if (expert >= table.num_experts) return false;
+        if (phase == 0) return wave_tasks < min_wave_tasks;
+        const uint32_t lag = shapes[phase].lag;
+        return step >= lag and expert < wave_ends[(step - lag) % (kMaxLag + 1)];
+    }
+    // Moves on to the next (phase, expert) that the order visits, from a cursor that has just been stepped (or is new).
+    PK_HOST_DEVICE void enter() {
+        while (not over()) {
+            if (more_here()) {
+                count = tasks_here();
+                if (phase == 0) wave_tasks += count;
+                return;
             }
-            l2_stop = last_wave_end;
-            last_wave_end = l1.expert;
-            phase = ForwardPhase::kL2;
-        } else {
-            l2.step(table);
+            if (phase == 0) wave_ends[step % (kMaxLag + 1)] = cursors[0].expert;
+            if (++phase == kPhases) {
+                phase = 0;
+                ++step;
+                wave_tasks = 0;
+            }
         }
-        if (l2.expert >= l2_stop and l1.expert < table.num_experts) {
-            phase = ForwardPhase::kL1;
-            count = wave_tasks = l1.block_groups() * l1_n_blocks;
-            return true;
-        }
-        if (l2.expert >= l2_stop) l2_stop = table.num_experts;
-        count = l2.block_groups() * l2_n_blocks;
-        return l2.expert < table.num_experts;
+        count = 0;
     }
 };
+
+enum ForwardPhase : uint32_t { kForwardL1 = 0, kForwardL2 = 1, kForwardPhases = 2, kForwardMaxLag = 1 };
+
+// Forward tasks of an expert: L1 over I / 128 output columns, L2 over H / 256.
+PK_HOST_DEVICE void shape_forward(PhaseShape (&shapes)[kForwardPhases], uint32_t l1_blocks, uint32_t l2_blocks) {
+    shapes[kForwardL1] = {true, 0, l1_blocks, 0};
+    shapes[kForwardL2] = {true, 0, l2_blocks, 1};
+}
+
+// Backward: kGrad recomputes gate and up, takes da' and writes dz and w*a; kDx returns rows to their owners; the weight
+// gradients depend on local data only and come one wave later still: they are what runs while dx rows are on the wire.
+enum BackwardPhase : uint32_t { kGrad = 0, kDx = 1, kDw2 = 2, kDw13 = 3, kBackwardPhases = 4, kBackwardMaxLag = 2 };
+
+struct BackwardBlocks {
+    uint32_t grad, dx;              // n blocks
+    uint32_t dw2_groups, dw2;       // block groups along H, n blocks along I
+    uint32_t dw13_groups, dw13;     // block groups along 2 I, n blocks along H
+};
+
+PK_HOST_DEVICE void shape_backward(PhaseShape (&shapes)[kBackwardPhases], const BackwardBlocks& blocks, bool with_dw2, bool with_dw13) {
+    shapes[kGrad] = {true, 0, blocks.grad, 0};
+    shapes[kDx] = {true, 0, blocks.dx, 1};
+    shapes[kDw2] = {false, blocks.dw2_groups, with_dw2 ? blocks.dw2 : 0, 2};
+    shapes[kDw13] = {false, blocks.dw13_groups, with_dw13 ? blocks.dw13 : 0, 2};
+}
 
 }  // namespace prime_kernels

@@ -73,7 +73,7 @@ struct Problem {
     uint32_t num_local_experts;
     uint32_t pool_blocks;     // capacity of the pools in row blocks
     uint32_t min_wave_tasks;
-    uint32_t dispatch_lead;   // row blocks that dispatch may run ahead of L1, so that rows are still in L2 when read
+    uint32_t dispatch_lead;   // row blocks that dispatch may run ahead of the work, so that rows are still in L2 when read
     float clamp;              // +inf: no clamp
 };
 
@@ -95,27 +95,54 @@ struct Trace {
     uint64_t capacity;
 };
 
-struct ForwardParams {
+// What both directions need; it stays in constant memory, so that passing it on by reference costs no registers.
+struct LaunchParams {
     Communicator comm;
     Problem problem;
-    uint8_t* pool_x;          // bf16 [C, H]
     RowOrigin* origins;       // [C]
     uint32_t* counters;       // see Counters
-    uint8_t* y;               // bf16 [n, H]
     FaultRecord* fault;       // host-visible
-    uint32_t* recv_stats;     // int32 [El] or null
     Trace trace;
 };
 
-// Counters of one launch in local memory, zeroed by the route plan: [0] CTAs that finished their tasks, [1] the abort
-// flag, then per row block the rows dispatched and the activation tiles written.
+struct ForwardParams {
+    LaunchParams launch;
+    uint8_t* pool_x;          // bf16 [C, H]
+    uint8_t* y;               // bf16 [n, H]
+    int32_t* recv_stats;      // int32 [El] or null
+};
+
+// A weight gradient: element [e, row, column] at e * expert_stride + row * row_stride + column.
+struct WeightGradient {
+    uint8_t* data;            // null: not wanted
+    uint64_t expert_stride;   // elements
+    uint64_t row_stride;
+    uint32_t is_fp32;         // else bf16
+    uint32_t accumulate;      // add into it (fp32 only)
+};
+
+struct BackwardParams {
+    LaunchParams launch;
+    uint8_t* pool_x;          // bf16 [C, H]
+    uint8_t* pool_dy;         // bf16 [C, H]
+    float* weights;           // fp32 [C]
+    float* dtopk_parts;       // fp32 [C, I / 128]
+    uint8_t* dx;              // bf16 [n, H]
+    float* dtopk;             // fp32 [n, K] or null
+    WeightGradient dw[2];     // dW2 [El, H, I], dW13 [El, 2I, H]
+};
+
+// Counters of one launch in local memory, zeroed by the route plan: a header, then per row block the rows dispatched and the
+// tasks of the first phase done, then per local expert the tasks of the first phase done.
 struct Counters {
-    uint32_t* base;
-    uint32_t pool_blocks;
-    __device__ __forceinline__ uint32_t* finished_ctas() const { return base; }
-    __device__ __forceinline__ uint32_t* abort() const { return base + 1; }
-    __device__ __forceinline__ uint32_t* rows_dispatched(uint32_t block) const { return base + 32 + block; }
-    __device__ __forceinline__ uint32_t* tiles_activated(uint32_t block) const { return base + 32 + pool_blocks + block; }
+    const LaunchParams& launch;
+    static constexpr uint32_t kHeader = 32;
+    __device__ __forceinline__ uint32_t* abort() const { return launch.counters; }
+    __device__ __forceinline__ uint32_t* pushers_done() const { return launch.counters + 1; }  // warpgroups that have pushed all
+    __device__ __forceinline__ uint32_t* next_token() const { return launch.counters + 2; }    // of combine
+    __device__ __forceinline__ uint32_t* rows_dispatched(uint32_t block) const { return launch.counters + kHeader + block; }
+    __device__ __forceinline__ uint32_t* tiles_done(uint32_t block) const { return rows_dispatched(launch.problem.pool_blocks + block); }
+    __device__ __forceinline__ uint32_t* expert_done(uint32_t expert) const { return rows_dispatched(2 * launch.problem.pool_blocks + expert); }
 };
 
 }  // namespace prime_kernels

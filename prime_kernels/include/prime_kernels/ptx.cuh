@@ -44,6 +44,12 @@ __device__ __forceinline__ uint2 load_fresh(const void* address) {
     return v;
 }
 
+__device__ __forceinline__ float load_fresh_float(const float* address) {
+    float v;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
+    return v;
+}
+
 // --- Data ---------------------------------------------------------------------------------------------------------
 
 // Rows pass through once: they must not displace what the L1 holds.
@@ -56,6 +62,14 @@ __device__ __forceinline__ uint4 load_streaming(const void* address) {
 
 __device__ __forceinline__ void store_global(void* address, const uint4& v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void store_float2(float* address, float x, float y) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y) : "memory");
+}
+
+__device__ __forceinline__ void add_float2(float* address, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {

@@ -1,5 +1,5 @@
-// Shared-memory tiles, the pipeline between the TMA producer and the math warpgroups, and the main loop they feed.
-// Both operands K-major in 128-byte swizzled rows, as TMA writes and WGMMA reads them.
+// Shared-memory operand tiles, the ring between the TMA producer and the math warpgroups, and the main loops it feeds.
+// Tiles lie as TMA writes them and WGMMA reads them: 128-byte swizzled rows, K-major or MN-major.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -23,9 +23,9 @@ using Major = cute::UMMA::Major;
 
 constexpr uint32_t kSwizzleBytes = 128;
 constexpr uint32_t kBlockN = 256;
-constexpr uint32_t kBlockK = kSwizzleBytes / sizeof(Bf16);
+constexpr uint32_t kAtom = kSwizzleBytes / sizeof(Bf16);  // elements of a swizzled row
+constexpr uint32_t kBlockK = kAtom;
 constexpr uint32_t kStages = 4;
-constexpr uint32_t kHalfN = kBlockN / kClusterSize;  // each CTA of a cluster loads this part of B for both
 constexpr uint32_t kWarpSize = 32;
 constexpr uint32_t kWarpgroup = 128;
 constexpr uint32_t kMathWarpgroups = 2;
@@ -36,6 +36,7 @@ constexpr uint32_t kRowsPerWarp = 16;
 
 constexpr uint32_t kBytesA = kBlockM * kBlockK * sizeof(Bf16);
 constexpr uint32_t kBytesB = kBlockN * kBlockK * sizeof(Bf16);
+constexpr uint32_t kAtomBytes = kAtom * kBlockK * sizeof(Bf16);  // one 64 x 64 piece: what a TMA box moves at most
 
 struct Stage {
     uint32_t index = 0;
@@ -46,99 +47,177 @@ struct Stage {
     }
 };
 
+// --- Shared memory ------------------------------------------------------------------------------------------------
+
+constexpr uint32_t kOutputSlots = 2;
+constexpr uint32_t kOutputTileBytes = kRowsPerWarpgroup * kSwizzleBytes;
+constexpr uint32_t kTaskSlots = 3;
+constexpr uint32_t kMaxRowCounts = 384;  // local experts x ranks = E
+
+struct CtaTask {
+    uint32_t phase;       // kNoMoreTasks: the end
+    uint32_t expert;
+    uint32_t rows;        // by rows: valid rows of this CTA's block, 0 if it has none; else: all rows of the expert
+    uint32_t pool_block;  // by rows: this CTA's block; else: the expert's first block
+    uint32_t m_block;     // not by rows: this CTA's block of the gradient's first dimension
+    uint32_t n_block;
+    uint32_t pushes_over; // all pushes of this CTA to other ranks lie before this task
+    uint32_t reserved;
+};
+
+// The map of both kernels. Everything is found from the one symbol, so that no pointers are kept in registers.
+struct SharedMap {
+    uint8_t a[kStages][kBytesA];
+    uint8_t b[kStages][kBytesB];
+    uint8_t output[kMathWarpgroups][kOutputSlots][kOutputTileBytes];
+    uint32_t rows[kMaxRowCounts];  // [local expert][rank]
+    CtaTask tasks[kTaskSlots];
+    uint64_t order[30];            // the producer's walk through the order of work
+    Barrier full[kStages], empty[kStages];
+    Barrier task_full[kTaskSlots], task_empty[kTaskSlots];
+    Barrier output_full[kMathWarpgroups][kOutputSlots], output_empty[kMathWarpgroups][kOutputSlots];
+    uint32_t num_experts;          // local experts to work on: 0 after a fault
+};
+constexpr uint32_t kSharedBytes = 231432;  // forward/sm90_bf16.py launches with this many
+static_assert(sizeof(SharedMap) == kSharedBytes, "The host must allocate what the map needs");
+
+extern __shared__ __align__(1024) uint8_t shared_memory[];
+__device__ __forceinline__ SharedMap& shared_map() { return *reinterpret_cast<SharedMap*>(shared_memory); }
+
 // The operand ring. `full[s]`: both operands of stage s have landed (one arrival plus their bytes). `empty[s]`: every math
-// warp of both CTAs of the cluster is done with stage s, since the half of B that this CTA loads is written into both.
+// warp of both CTAs of the cluster is done with stage s, since the part of B that this CTA loads is written into both.
 struct OperandRing {
-    uint8_t* a;
-    uint8_t* b;
-    Barrier* full;
-    Barrier* empty;
+    __device__ __forceinline__ static Bf16* a_stage(uint32_t s) { return reinterpret_cast<Bf16*>(shared_map().a[s]); }
+    __device__ __forceinline__ static Bf16* b_stage(uint32_t s) { return reinterpret_cast<Bf16*>(shared_map().b[s]); }
+    __device__ __forceinline__ static Barrier& full(uint32_t s) { return shared_map().full[s]; }
+    __device__ __forceinline__ static Barrier& empty(uint32_t s) { return shared_map().empty[s]; }
 
-    __device__ __forceinline__ Bf16* a_stage(uint32_t s) const { return reinterpret_cast<Bf16*>(a + s * kBytesA); }
-    __device__ __forceinline__ Bf16* b_stage(uint32_t s) const { return reinterpret_cast<Bf16*>(b + s * kBytesB); }
-
-    __device__ __forceinline__ void init() const {
+    __device__ __forceinline__ static void init() {
         for (uint32_t s = 0; s < kStages; ++s) {
-            full[s].init(1);
-            empty[s].init(kClusterSize * kMathWarps);
+            full(s).init(1);
+            empty(s).init(kClusterSize * kMathWarps);
         }
     }
     // One lane per CTA of the cluster tells that CTA.
-    __device__ __forceinline__ void release(uint32_t s, uint32_t lane) const {
-        if (lane < kClusterSize) empty[s].arrive(lane);
+    __device__ __forceinline__ static void release(uint32_t s, uint32_t lane) {
+        if (lane < kClusterSize) empty(s).arrive(lane);
     }
 };
 
-// acc[64 x kBlockN] of this warpgroup += A[64 rows, K] B[kBlockN, K]^T. One k block stays in flight while the next is
-// issued; its stage is released one step later.
+// acc[64, kN] of this warpgroup = A[64 rows, K] B[kN, K]^T over `k_blocks` >= 1 blocks. One k block stays in flight while
+// the next is issued; its stage is released one step later. The first block is peeled, so that "overwrite" is known to the
+// assembler: with a run-time choice the accumulators of every product in a kernel would count as live all the time.
+template <Major kMajorA, Major kMajorB, uint32_t kN>
 struct MainLoop {
-    using Wgmma = deep_gemm::mma::sm90::BF16MMASelector<kBlockN, Major::K, Major::K>::type;
+    using Wgmma = typename deep_gemm::mma::sm90::BF16MMASelector<kN, kMajorA, kMajorB>::type;
     static constexpr uint32_t kAccumulators = Wgmma::kNumAccum;
 
-    __device__ __forceinline__ static void run(const OperandRing& ring, Stage& stage, uint32_t k_blocks, uint32_t warpgroup,
-                                               uint32_t lane, float (&acc)[kAccumulators]) {
+    template <bool kFirst>
+    __device__ __forceinline__ static void issue(uint32_t a_base, uint32_t b_base, cute::GmmaDescriptor& a_desc,
+                                                 cute::GmmaDescriptor& b_desc, float (&acc)[kAccumulators]) {
         namespace sm90 = deep_gemm::mma::sm90;
-        auto a_desc = sm90::make_gmma_desc<Major::K, kBlockM, kBlockK, kSwizzleBytes>(ring.a_stage(0), warpgroup * kRowsPerWarpgroup, 0);
-        auto b_desc = sm90::make_gmma_desc<Major::K, kBlockN, kBlockK, kSwizzleBytes>(ring.b_stage(0), 0, 0);
-        const uint32_t a_low = __shfl_sync(0xffffffff, a_desc.reg32_[0], 0);
+        if constexpr (not kFirst) {
+            #pragma unroll
+            for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
+        }
+        deep_gemm::ptx::warpgroup_arrive();
+        #pragma unroll
+        for (uint32_t k = 0; k < kBlockK / Wgmma::K; ++k) {
+            a_desc.reg32_[0] = sm90::advance_gmma_desc_lo<kMajorA, kBlockM, kBlockK, kSwizzleBytes, Bf16>(a_base, 0, k * Wgmma::K);
+            b_desc.reg32_[0] = sm90::advance_gmma_desc_lo<kMajorB, kN, kBlockK, kSwizzleBytes, Bf16>(b_base, 0, k * Wgmma::K);
+            if (kFirst and k == 0) Wgmma::wgmma(a_desc, b_desc, acc, false);
+            else Wgmma::wgmma(a_desc, b_desc, acc, true);
+        }
+        deep_gemm::ptx::warpgroup_commit_batch();
+        #pragma unroll
+        for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
+    }
+
+    __device__ __forceinline__ static void run(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
+                                               float (&acc)[kAccumulators]) {
+        namespace sm90 = deep_gemm::mma::sm90;
+        auto a_desc = sm90::make_gmma_desc<kMajorA, kBlockM, kBlockK, kSwizzleBytes>(OperandRing::a_stage(0), 0, 0);
+        auto b_desc = sm90::make_gmma_desc<kMajorB, kN, kBlockK, kSwizzleBytes>(OperandRing::b_stage(0), 0, 0);
+        // Both layouts keep a warpgroup's 64 rows of A together, so its part starts kRowsPerWarpgroup * kBlockK elements on.
+        const uint32_t a_low = __shfl_sync(0xffffffff, a_desc.reg32_[0], 0) + warpgroup * (kRowsPerWarpgroup * kBlockK * sizeof(Bf16) / 16);
         const uint32_t b_low = __shfl_sync(0xffffffff, b_desc.reg32_[0], 0);
-        uint32_t previous = 0;
-        for (uint32_t k_block = 0; k_block < k_blocks; ++k_block) {
-            ring.full[stage.index].wait(stage.phase);
-            const uint32_t a_base = a_low + stage.index * (kBytesA / 16);
-            const uint32_t b_base = b_low + stage.index * (kBytesB / 16);
-            #pragma unroll
-            for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
-            deep_gemm::ptx::warpgroup_arrive();
-            #pragma unroll
-            for (uint32_t k = 0; k < kBlockK / Wgmma::K; ++k) {
-                a_desc.reg32_[0] = sm90::advance_gmma_desc_lo<Major::K, kBlockM, kBlockK, kSwizzleBytes, Bf16>(a_base, 0, k * Wgmma::K);
-                b_desc.reg32_[0] = sm90::advance_gmma_desc_lo<Major::K, kBlockN, kBlockK, kSwizzleBytes, Bf16>(b_base, 0, k * Wgmma::K);
-                Wgmma::wgmma(a_desc, b_desc, acc, k_block > 0 or k > 0);
-            }
-            deep_gemm::ptx::warpgroup_commit_batch();
-            #pragma unroll
-            for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
-            if (k_block > 0) {
-                deep_gemm::ptx::warpgroup_wait<1>();
-                ring.release(previous, lane);
-            }
+        OperandRing::full(stage.index).wait(stage.phase);
+        issue<true>(a_low + stage.index * (kBytesA / 16), b_low + stage.index * (kBytesB / 16), a_desc, b_desc, acc);
+        uint32_t previous = stage.index;
+        stage.advance();
+        #pragma unroll 1
+        for (uint32_t k_block = 1; k_block < k_blocks; ++k_block) {
+            OperandRing::full(stage.index).wait(stage.phase);
+            issue<false>(a_low + stage.index * (kBytesA / 16), b_low + stage.index * (kBytesB / 16), a_desc, b_desc, acc);
+            deep_gemm::ptx::warpgroup_wait<1>();
+            OperandRing::release(previous, lane);
             previous = stage.index;
             stage.advance();
         }
         deep_gemm::ptx::warpgroup_wait<0>();
         #pragma unroll
         for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
-        ring.release(previous, lane);
-    }
-
-    // A CTA without a row block of its own still takes part in the cluster's ring.
-    __device__ __forceinline__ static void skip(const OperandRing& ring, Stage& stage, uint32_t k_blocks, uint32_t lane) {
-        for (uint32_t k_block = 0; k_block < k_blocks; ++k_block) {
-            ring.full[stage.index].wait(stage.phase);
-            ring.release(stage.index, lane);
-            stage.advance();
-        }
+        OperandRing::release(previous, lane);
     }
 };
 
-// A 64-row, 128-column bf16 tile of one warpgroup as two 64-column halves of 128-byte swizzled rows (what a TMA box of
-// 64 x 64 reads). Column groups are 8 wide, as WGMMA hands them out: values[4g .. 4g+3] of a thread are columns
-// 8g + 2 (lane % 4) + {0, 1} of rows lane / 4 and lane / 4 + 8.
-constexpr uint32_t kOutputColumns = 128;
-constexpr uint32_t kOutputHalfBytes = kRowsPerWarpgroup * kSwizzleBytes;
-constexpr uint32_t kOutputTileBytes = kOutputColumns * sizeof(Bf16) * kRowsPerWarpgroup;
-
-__device__ __forceinline__ uint32_t output_chunk_address(uint32_t tile, uint32_t row, uint32_t chunk) {
-    constexpr uint32_t kChunksPerRow = kSwizzleBytes / 16;
-    return tile + (chunk / kChunksPerRow) * kOutputHalfBytes + row * kSwizzleBytes + ((chunk % kChunksPerRow) ^ (row % 8)) * 16;
+// A CTA without a row block of its own in a task still takes part in the cluster's ring.
+__device__ __forceinline__ void skip_operands(Stage& stage, uint32_t k_blocks, uint32_t lane) {
+    for (uint32_t k_block = 0; k_block < k_blocks; ++k_block) {
+        OperandRing::full(stage.index).wait(stage.phase);
+        OperandRing::release(stage.index, lane);
+        stage.advance();
+    }
 }
 
-// Packed bf16 pairs of two neighbouring column groups (`group`, `group` + 1) of this warp's 16 rows.
-__device__ __forceinline__ void store_output_groups(uint32_t tile, uint32_t warp_row, uint32_t group, uint32_t lane,
-                                                    uint32_t top0, uint32_t bottom0, uint32_t top1, uint32_t bottom1) {
-    const uint32_t row = warp_row + lane % 16;
-    ptx::stmatrix_x4(output_chunk_address(tile, row, group + lane / 16), top0, bottom0, top1, bottom1);
-}
+// --- Producer's side ------------------------------------------------------------------------------------------------
+
+constexpr uint64_t kCacheHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+constexpr uint16_t kBothCtas = (1u << kClusterSize) - 1;
+
+struct Producer {
+    uint32_t cta_in_cluster;
+    Stage stage;
+
+    // The next stage, empty, expecting `bytes`.
+    __device__ __forceinline__ Barrier& acquire(uint32_t bytes) {
+        OperandRing::empty(stage.index).wait(stage.phase ^ 1);
+        OperandRing::full(stage.index).arrive_and_expect_tx(bytes);
+        return OperandRing::full(stage.index);
+    }
+    // A, K-major: 128 rows from `row`, 64 columns from `column`, in one box.
+    __device__ __forceinline__ void load_a(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row) const {
+        cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full), kCacheHint, OperandRing::a_stage(stage.index), column, row);
+    }
+    // A, MN-major: 64 rows (the K of the product) from `row`, 128 columns from `column`, in two atoms.
+    __device__ __forceinline__ void load_a_transposed(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row) const {
+        #pragma unroll
+        for (uint32_t atom = 0; atom < kBlockM / kAtom; ++atom)
+            cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full), kCacheHint,
+                                         OperandRing::a_stage(stage.index) + atom * kAtom * kBlockK, column + atom * kAtom, row);
+    }
+    // This CTA's half of B for both CTAs, K-major: 128 rows of the weights of `expert`.
+    __device__ __forceinline__ void load_b(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row, uint32_t expert) const {
+        constexpr uint32_t kRows = kBlockN / kClusterSize;
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, reinterpret_cast<uint64_t*>(&full), kBothCtas, kCacheHint,
+                                               OperandRing::b_stage(stage.index) + cta_in_cluster * kRows * kBlockK, column, row, expert);
+    }
+    // The same, MN-major: `kAtoms` atoms of 64 columns from `column` (of the whole tile) and 64 rows from `row`.
+    template <uint32_t kAtoms>
+    __device__ __forceinline__ void load_b_transposed(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row, uint32_t expert) const {
+        #pragma unroll
+        for (uint32_t i = 0; i < kAtoms; ++i) {
+            const uint32_t atom = cta_in_cluster * kAtoms + i;
+            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, reinterpret_cast<uint64_t*>(&full), kBothCtas, kCacheHint,
+                                                   OperandRing::b_stage(stage.index) + atom * kAtom * kBlockK, column + atom * kAtom, row, expert);
+        }
+    }
+    __device__ __forceinline__ void advance() { stage.advance(); }
+
+    // Both CTAs' last reads are over before either leaves: nothing arrives at barriers of an exited CTA.
+    __device__ __forceinline__ void drain() {
+        for (uint32_t s = 0; s < kStages; ++s, stage.advance()) OperandRing::empty(stage.index).wait(stage.phase ^ 1);
+    }
+};
 
 }  // namespace prime_kernels

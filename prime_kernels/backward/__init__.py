@@ -1,0 +1,1 @@
+"""Backward kernels and how they are launched."""

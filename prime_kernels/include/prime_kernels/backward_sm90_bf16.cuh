@@ -1,0 +1,346 @@
+// SM90 BF16 backward: one persistent kernel from staged tokens and dy to dx, dtopk and the weight gradients.
+//
+//   dispatch warps  pull x, dy and the routing weight of every row into the pools; later combine dx and dtopk
+//   producer warp   hands out tasks and feeds the operand ring by TMA
+//   store warp      writes the tiles of dz and w*a to their pools and publishes them
+//   math warpgroups kGrad: gate|up recomputed and da' = dy W2, SwiGLU's backward in registers; kDx: dz W13, rows pushed to
+//                   their owners' slots; kDw2, kDw13: weight gradients over all rows of an expert; then combine
+#pragma once
+
+#include <prime_kernels/exchange.cuh>
+#include <prime_kernels/swiglu.cuh>
+#include <prime_kernels/trace.cuh>
+
+namespace prime_kernels {
+
+template <uint32_t kHidden_, uint32_t kIntermediate_, bool kTrace_ = false>
+struct BackwardConfig {
+    static constexpr bool kTrace = kTrace_;
+    static constexpr uint32_t kHidden = kHidden_;
+    static constexpr uint32_t kIntermediate = kIntermediate_;
+    static constexpr uint32_t kGradColumns = 128;  // a kGrad tile: 128 columns each of gate, up and da'
+    static constexpr uint32_t kGradBlocks = kIntermediate / kGradColumns;
+    static constexpr uint32_t kDxBlocks = kHidden / kBlockN;
+    static constexpr uint32_t kHiddenDepth = kHidden / kBlockK;
+    static constexpr uint32_t kDzDepth = 2 * kIntermediate / kBlockK;
+    static constexpr uint32_t kHiddenBytes = kHidden * sizeof(Bf16);
+    static constexpr uint32_t kMathRegisters = 232;  // 192 accumulators in kGrad
+    static constexpr uint32_t kAuxRegisters = 40;
+    static constexpr uint32_t kInFlight = 4;
+    static constexpr uint32_t kCombineUnroll = 4;
+    static constexpr BackwardBlocks kBlocks = {kGradBlocks, kDxBlocks, kHidden / kBlockM / kClusterSize,
+                                               (kIntermediate + kBlockN - 1) / kBlockN,
+                                               2 * kIntermediate / kBlockM / kClusterSize, kDxBlocks};
+    static_assert(kHidden % kBlockN == 0, "H must be a multiple of 256");
+    static_assert(kIntermediate % kGradColumns == 0, "I must be a multiple of 128");
+};
+
+// Tiles that TMA moves. "rows": K-major boxes of rows x 64 columns. "tile": 64 x 64 boxes, for stores and for MN-major A.
+// "columns": the same as three-dimensional multicast B.
+struct BackwardMaps {
+    cute::TmaDescriptor x_rows, dy_rows, dz_rows;
+    cute::TmaDescriptor w13_rows, w13_columns, w2_columns;
+    cute::TmaDescriptor dz_tile, activation_tile, dy_tile;
+    cute::TmaDescriptor x_columns, activation_columns;
+};
+
+using GateUpLoop = MainLoop<Major::K, Major::K, kBlockN>;
+using DaLoop = MainLoop<Major::K, Major::MN, 128>;
+using DxLoop = MainLoop<Major::K, Major::MN, kBlockN>;
+using WeightLoop = MainLoop<Major::MN, Major::MN, kBlockN>;
+using BackwardOrder = WaveOrder<kBackwardPhases, kBackwardMaxLag>;
+static_assert(sizeof(BackwardOrder) <= sizeof(SharedMap::order), "The order must fit its place in shared memory");
+
+// --- Producer -----------------------------------------------------------------------------------------------------
+
+template <typename Config>
+struct BackwardProducer {
+    const LaunchParams& launch;
+    const BackwardMaps& maps;
+    Producer& producer;
+    uint32_t cta_in_cluster;
+
+    __device__ __forceinline__ void gradient_inputs(const CtaTask& own) {
+        const uint32_t row = own.pool_block * kBlockM;
+        const uint32_t bytes_a = own.rows > 0 ? kBytesA : 0;
+        if (own.rows > 0) wait_counter(launch, Counters{launch}.rows_dispatched(own.pool_block), kBlockM, kFaultDispatchRows);
+        ptx::fence_proxy_async();
+        // CTA 0 loads the gate rows of the weights and CTA 1 the up rows.
+        const uint32_t w13_row = own.n_block * Config::kGradColumns + cta_in_cluster * Config::kIntermediate;
+        for (uint32_t k_block = 0; k_block < Config::kHiddenDepth; ++k_block, producer.advance()) {
+            Barrier& full = producer.acquire(bytes_a + kBytesB);
+            if (own.rows > 0) producer.load_a(&maps.x_rows, full, k_block * kBlockK, row);
+            producer.load_b(&maps.w13_rows, full, k_block * kBlockK, w13_row, own.expert);
+        }
+        for (uint32_t k_block = 0; k_block < Config::kHiddenDepth; ++k_block, producer.advance()) {
+            Barrier& full = producer.acquire(bytes_a + Config::kGradColumns / kAtom * kAtomBytes);
+            if (own.rows > 0) producer.load_a(&maps.dy_rows, full, k_block * kBlockK, row);
+            producer.load_b_transposed<Config::kGradColumns / kAtom / kClusterSize>(
+                &maps.w2_columns, full, own.n_block * Config::kGradColumns, k_block * kBlockK, own.expert);
+        }
+    }
+
+    __device__ __forceinline__ void dx_inputs(const CtaTask& own) {
+        const uint32_t bytes_a = own.rows > 0 ? kBytesA : 0;
+        if (own.rows > 0) wait_counter(launch, Counters{launch}.tiles_done(own.pool_block), Config::kGradBlocks, kFaultActivationRows);
+        ptx::fence_proxy_async();
+        for (uint32_t k_block = 0; k_block < Config::kDzDepth; ++k_block, producer.advance()) {
+            Barrier& full = producer.acquire(bytes_a + kBytesB);
+            if (own.rows > 0) producer.load_a(&maps.dz_rows, full, k_block * kBlockK, own.pool_block * kBlockM);
+            producer.load_b_transposed<kBlockN / kAtom / kClusterSize>(&maps.w13_columns, full, own.n_block * kBlockN, k_block * kBlockK, own.expert);
+        }
+    }
+
+    __device__ __forceinline__ void weight_inputs(const CtaTask& own, const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* b_map) {
+        const uint32_t blocks = ceil_div(own.rows, kBlockM);
+        wait_counter(launch, Counters{launch}.expert_done(own.expert), blocks * Config::kGradBlocks, kFaultActivationRows);
+        ptx::fence_proxy_async();
+        for (uint32_t k_block = 0; k_block < ceil_div(own.rows, kBlockK); ++k_block, producer.advance()) {
+            const uint32_t row = own.pool_block * kBlockM + k_block * kBlockK;
+            Barrier& full = producer.acquire(kBytesA + kBytesB);
+            producer.load_a_transposed(a_map, full, own.m_block * kBlockM, row);
+            producer.load_b_transposed<kBlockN / kAtom / kClusterSize>(b_map, full, own.n_block * kBlockN, row, 0);
+        }
+    }
+};
+
+template <typename Config>
+__device__ __forceinline__ void produce(const BackwardParams& params, BackwardOrder& order, const BackwardMaps& maps) {
+    shape_backward(order.shapes, Config::kBlocks, params.dw[0].data != nullptr, params.dw[1].data != nullptr);
+    order.init(expert_rows(params.launch.comm), params.launch.problem.min_wave_tasks);
+    const uint32_t cta_in_cluster = cute::block_rank_in_cluster();
+    Producer producer{cta_in_cluster};
+    BackwardProducer<Config> inputs{params.launch, maps, producer, cta_in_cluster};
+    TaskWriter writer;
+    Task task;
+    for (uint32_t index = cluster_index(); order.seek(index, task); index += num_clusters()) {
+        CtaTask own = cta_task(task, task.phase <= kDx, cta_in_cluster);
+        own.pushes_over = order.passed(kDx);
+        writer.put(own);
+        if (own.phase == kGrad) inputs.gradient_inputs(own);
+        else if (own.phase == kDx) inputs.dx_inputs(own);
+        else if (own.phase == kDw2) inputs.weight_inputs(own, &maps.dy_tile, &maps.activation_columns);
+        else inputs.weight_inputs(own, &maps.dz_tile, &maps.x_columns);
+    }
+    writer.put({kNoMoreTasks});
+    producer.drain();
+}
+
+// --- Store --------------------------------------------------------------------------------------------------------
+
+constexpr uint32_t kGradOutputs = 3;  // dgate, dup, w*a
+
+template <typename Config>
+__device__ __forceinline__ void store_gradients(const LaunchParams& launch, const BackwardMaps& maps) {
+    TaskReader reader;
+    uint32_t uses = 0;
+    for (; reader.next(); reader.done(true)) {
+        const CtaTask& task = reader.task();
+        if (task.phase != kGrad or task.rows == 0) continue;
+        store_tiles<Config::kGradColumns / kAtom * kGradOutputs>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
+            const uint32_t output = tile % kGradOutputs;
+            const uint32_t column = task.n_block * Config::kGradColumns + tile / kGradOutputs * kAtom + (output == 1 ? Config::kIntermediate : 0);
+            cute::SM90_TMA_STORE_2D::copy(output < 2 ? &maps.dz_tile : &maps.activation_tile, shared, column,
+                                          task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
+        });
+        ptx::fence_proxy_async();
+        ptx::add_release_gpu(Counters{launch}.tiles_done(task.pool_block), 1);
+        ptx::add_release_gpu(Counters{launch}.expert_done(task.expert), 1);
+    }
+}
+
+// --- Math ---------------------------------------------------------------------------------------------------------
+
+// This thread's two rows of the warp: lane / 4 and lane / 4 + 8.
+constexpr uint32_t kLowerRow = 8;
+
+// SwiGLU's backward over the tile in registers, 64 columns at a time, each handed to the store warp when it is ready. The
+// row sums of da' a over the tile's columns are this tile's part of dtopk.
+template <typename Config>
+__device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, const CtaTask& task, OutputWriter& output,
+                                                  float (&z)[GateUpLoop::kAccumulators], float (&da)[DaLoop::kAccumulators],
+                                                  const float (&weights)[2], uint64_t pool_row, uint32_t lane) {
+    constexpr uint32_t kUp = GateUpLoop::kAccumulators / 2;
+    const float limit = params.launch.problem.clamp;
+    float dtopk[2] = {0.0f, 0.0f};
+    #pragma unroll
+    for (uint32_t tile = 0; tile < Config::kGradColumns / kAtom; ++tile) {
+        const uint32_t first = tile * kGroupsPerTile * 4;
+        uint32_t dgate[kGroupsPerTile * 2], dup[kGroupsPerTile * 2], weighted[kGroupsPerTile * 2];
+        #pragma unroll
+        for (uint32_t pair = 0; pair < kGroupsPerTile * 2; ++pair) {
+            const uint32_t at = first + pair * 2, lower = pair % 2;
+            const uint32_t g = ptx::pack_bf16(z[at], z[at + 1]), u = ptx::pack_bf16(z[kUp + at], z[kUp + at + 1]);
+            float g0 = ptx::bf16_low(g), g1 = ptx::bf16_high(g), u0 = ptx::bf16_low(u), u1 = ptx::bf16_high(u);
+            float d0 = da[at], d1 = da[at + 1], s0, s1;
+            sigmoid_pair(fminf(g0, limit), fminf(g1, limit), s0, s1);
+            swiglu_backward(g0, u0, d0, s0, weights[lower], limit, dtopk[lower]);
+            swiglu_backward(g1, u1, d1, s1, weights[lower], limit, dtopk[lower]);
+            dgate[pair] = ptx::pack_bf16(g0, g1);
+            dup[pair] = ptx::pack_bf16(u0, u1);
+            weighted[pair] = ptx::pack_bf16(d0, d1);
+        }
+        if (tile + 1 == Config::kGradColumns / kAtom) {
+            #pragma unroll
+            for (uint32_t lower = 0; lower < 2; ++lower) {
+                dtopk[lower] += __shfl_xor_sync(0xffffffff, dtopk[lower], 1);
+                dtopk[lower] += __shfl_xor_sync(0xffffffff, dtopk[lower], 2);
+                if (lane % 4 == 0)
+                    params.dtopk_parts[(pool_row + lane / 4 + lower * kLowerRow) * Config::kGradBlocks + task.n_block] = dtopk[lower];
+            }
+        }
+        output.put_tile([&](uint32_t group, uint32_t lower) { return dgate[group * 2 + lower]; });
+        output.put_tile([&](uint32_t group, uint32_t lower) { return dup[group * 2 + lower]; });
+        output.put_tile([&](uint32_t group, uint32_t lower) { return weighted[group * 2 + lower]; });
+    }
+}
+
+// One thread's accumulators of a 64 x 256 tile of a weight gradient, fp32: overwritten or added to.
+__device__ __forceinline__ void store_weight_fp32(const float (&acc)[WeightLoop::kAccumulators], const WeightGradient& out,
+                                                  uint64_t element, uint32_t columns, uint32_t lane) {
+    auto base = reinterpret_cast<float*>(out.data) + element + (lane / 4) * out.row_stride + lane % 4 * 2;
+    #pragma unroll
+    for (uint32_t group = 0; group < kBlockN / 8; ++group) {
+        if (group * 8 >= columns) continue;
+        #pragma unroll
+        for (uint32_t lower = 0; lower < 2; ++lower) {
+            float* to = base + lower * kLowerRow * out.row_stride + group * 8;
+            const float x = acc[group * 4 + lower * 2], y = acc[group * 4 + lower * 2 + 1];
+            if (out.accumulate) ptx::add_float2(to, x, y);  // the only writer of this element: no order to be decided
+            else ptx::store_float2(to, x, y);
+        }
+    }
+}
+
+__device__ __forceinline__ void store_weight(const float (&acc)[WeightLoop::kAccumulators], const WeightGradient& out, const CtaTask& task,
+                                             const OutputWriter& output, uint32_t all_columns) {
+    const uint32_t row = task.m_block * kBlockM + output.warpgroup * kRowsPerWarpgroup + output.warp_row;
+    const uint32_t column = task.n_block * kBlockN;
+    const uint32_t columns = min(kBlockN, all_columns - column);
+    const uint64_t element = task.expert * out.expert_stride + row * out.row_stride + column;
+    if (out.is_fp32) {
+        store_weight_fp32(acc, out, element, columns, output.lane);
+    } else {
+        const uint64_t address = reinterpret_cast<uint64_t>(out.data) + (element + (output.lane % kRowsPerWarp) * out.row_stride) * sizeof(Bf16);
+        output.store_rows<kBlockN>(acc, address, columns);
+    }
+}
+
+// The owner of this lane's row (lane < 16) of a kDx task: where its dx goes; also returns dtopk, once per row.
+template <typename Config>
+__device__ __forceinline__ uint64_t dx_slot(const BackwardParams& params, const CtaTask& task, uint64_t pool_row, bool valid) {
+    if (not valid) return 0;
+    const uint2 origin = ptx::load_fresh(params.launch.origins + pool_row);
+    if (task.n_block == 0) {
+        float sum = 0.0f;
+        for (uint32_t part = 0; part < Config::kGradBlocks; ++part)
+            sum += ptx::load_fresh_float(params.dtopk_parts + pool_row * Config::kGradBlocks + part);
+        params.launch.comm.peer<float>(origin.x, params.launch.comm.at.dtopk_slots)[origin.y] = sum;
+    }
+    return params.launch.comm.peers[origin.x] + params.launch.comm.at.slots + static_cast<uint64_t>(origin.y) * Config::kHiddenBytes
+           + task.n_block * kBlockN * sizeof(Bf16);
+}
+
+template <typename Config>
+__device__ __forceinline__ void compute(const BackwardParams& params, uint32_t warp, uint32_t lane) {
+    const uint32_t warpgroup = warp / 4;
+    const uint32_t warp_row = warp % 4 * kRowsPerWarp;
+    OutputWriter output{warpgroup, warp_row, lane};
+    TaskReader reader;
+    Tracer<Config::kTrace> tracer{params.launch.trace, blockIdx.x * kMathWarpgroups + warpgroup, warp % 4 == 0 and lane == 0};
+    Stage stage;
+    bool announced = false;
+    for (tracer.mark(0); reader.next(); reader.done(lane == 0), tracer.mark(0)) {
+        const CtaTask& task = reader.task();
+        if (task.pushes_over and not announced) {
+            announce_pushes(params.launch, warpgroup);
+            announced = true;
+        }
+        const bool by_rows = task.phase <= kDx;
+        if (by_rows and task.rows == 0) {
+            skip_operands(stage, task.phase == kGrad ? 2 * Config::kHiddenDepth : Config::kDzDepth, lane);
+            continue;
+        }
+        // Once the first operands are here, the producer has acquired what this task reads, and so may these threads.
+        if (task.rows > 0) OperandRing::full(stage.index).wait(stage.phase);
+        tracer.mark(1);
+        const uint32_t block_row = warpgroup * kRowsPerWarpgroup + warp_row;
+        const uint64_t pool_row = static_cast<uint64_t>(task.pool_block) * kBlockM + block_row;
+        if (task.phase == kGrad) {
+            float weights[2];
+            #pragma unroll
+            for (uint32_t lower = 0; lower < 2; ++lower) {
+                const uint32_t row = lane / 4 + lower * kLowerRow;
+                weights[lower] = block_row + row < task.rows ? ptx::load_fresh_float(params.weights + pool_row + row) : 0.0f;
+            }
+            float z[GateUpLoop::kAccumulators], da[DaLoop::kAccumulators];
+            GateUpLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, z);
+            DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da);
+            tracer.mark(2);
+            gradient_epilogue<Config>(params, task, output, z, da, weights, pool_row, lane);
+        } else if (task.phase == kDx) {
+            const uint32_t row = lane % kRowsPerWarp;
+            const bool valid = lane < kRowsPerWarp and block_row + row < task.rows and not aborted(params.launch);
+            const uint64_t slot = dx_slot<Config>(params, task, pool_row + row, valid);
+            float acc[DxLoop::kAccumulators];
+            DxLoop::run(stage, Config::kDzDepth, warpgroup, lane, acc);
+            tracer.mark(2);
+            output.store_rows<kBlockN>(acc, slot, kBlockN);
+        } else {
+            float acc[WeightLoop::kAccumulators];
+            if (task.rows > 0) {
+                WeightLoop::run(stage, ceil_div(task.rows, kBlockK), warpgroup, lane, acc);
+            } else {
+                #pragma unroll
+                for (uint32_t i = 0; i < WeightLoop::kAccumulators; ++i) acc[i] = 0.0f;
+            }
+            tracer.mark(2);
+            store_weight(acc, params.dw[task.phase - kDw2], task, output, task.phase == kDw2 ? Config::kIntermediate : Config::kHidden);
+        }
+        tracer.finish(task.phase, warpgroup, task.expert, task.pool_block);
+    }
+    if (not announced) announce_pushes(params.launch, warpgroup);
+}
+
+// --- Kernel -------------------------------------------------------------------------------------------------------
+
+template <typename Config>
+__device__ __forceinline__ void finish_backward(const BackwardParams& params, uint32_t lane) {
+    wait_done(params.launch, lane);
+    if (not aborted(params.launch))
+        combine_tokens<Config::kHidden, false, Config::kCombineUnroll>(params.launch.comm, params.launch.problem, params.dx, params.dtopk,
+                                                                      Counters{params.launch}.next_token(), lane);
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, 1)
+backward_sm90_bf16(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardMaps maps) {
+    const uint32_t warp = __shfl_sync(0xffffffff, threadIdx.x / kWarpSize, 0);
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    begin_exchange(params.launch, nullptr);
+
+    if (warp < kMathWarps) {
+        cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
+        compute<Config>(params, warp, lane);
+        finish_backward<Config>(params, lane);
+    } else {
+        cutlass::arch::warpgroup_reg_dealloc<Config::kAuxRegisters>();
+        if (warp == kProducerWarp) {
+            if (lane == 0) produce<Config>(params, *reinterpret_cast<BackwardOrder*>(shared_map().order), maps);
+        } else if (warp == kStoreWarp) {
+            if (lane == 0) store_gradients<Config>(params.launch, maps);
+        } else {
+            const uint32_t index = blockIdx.x * kDispatchWarps + warp - kFirstDispatchWarp;
+            const DispatchPools pools = {params.pool_x, params.pool_dy, params.weights};
+            dispatch_rows<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), index,
+                                                                           gridDim.x * kDispatchWarps, lane);
+            if (index == 0) publish_done(params.launch, lane);
+            finish_backward<Config>(params, lane);
+        }
+        __syncwarp();
+    }
+    cute::cluster_arrive();
+    cute::cluster_wait();
+}
+
+}  // namespace prime_kernels
