@@ -34,6 +34,7 @@ class RoutePlan:
 
     @property
     def num_rows(self) -> int:
+        """M, the routed rows: slots that are not -1."""
         return self.token.numel()
 
 

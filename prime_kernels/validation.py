@@ -89,10 +89,12 @@ def is_own_mma_type(mma_type: str) -> bool:
 
 
 def no_kernel(mma_type: str) -> str:
+    """The start of an error message about a type this package does not run."""
     return f"mma_type {mma_type!r} has no kernel in this package (it has {', '.join(DATA_DTYPES)})"
 
 
 def check_mma_type(mma_type: str) -> None:
+    """RuntimeError for a type without kernels here."""
     if mma_type in PLANNED_MMA_TYPES:
         raise RuntimeError(
             f"{no_kernel(mma_type)}: {PLANNED_MMA_TYPES[mma_type]}; use mma_type='bf16xbf16' on an SM90 GPU"
@@ -107,11 +109,13 @@ def wide_dtype(mma_type: str) -> torch.dtype:
 
 
 def check_activation(activation: str) -> None:
+    """ValueError for an activation function this package does not have."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; this package has {', '.join(ACTIVATIONS)}")
 
 
 def check_clamp(clamp: float | None) -> None:
+    """ValueError for a clamp that is not above 0."""
     if clamp is not None and not clamp > 0:
         raise ValueError(f"activation_clamp is {clamp}, needs a value above 0, or None for no clamp")
 
@@ -158,6 +162,7 @@ def _check_multiple(name: str, value: int, multiple: int) -> None:
 
 
 def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
+    """The base of a view: alive (else RuntimeError), of the same group, and large enough."""
     if base.destroyed:
         raise RuntimeError("base was destroyed; build a new buffer and view that one")
     if buffer.group is not base.group:
@@ -175,6 +180,7 @@ def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
 
 
 def check_fp8_dispatch(use_fp8_dispatch: bool, mma_type: str) -> None:
+    """ValueError when the older argument contradicts ``mma_type``."""
     if use_fp8_dispatch != mma_type.startswith("fp8x"):
         raise ValueError(
             f"use_fp8_dispatch is {use_fp8_dispatch} and mma_type is {mma_type!r}; drop use_fp8_dispatch"
@@ -231,6 +237,7 @@ def check_buffer(buffer: Any) -> None:
 
 
 def check_weights(l1: Any, l2: Any, buffer: SymmBuffer) -> None:
+    """l1 [El, 2I, H] and l2 [El, H, I] in the buffer's data type."""
     dtype, device = (DATA_DTYPES[buffer.mma_type],), buffer.x.device
     experts, hidden, inter = buffer.num_local_experts, buffer.hidden, buffer.intermediate_hidden
     check_tensor("l1_weights", l1, (experts, 2 * inter, hidden), dtype, device)
@@ -257,6 +264,7 @@ def check_shared_weights(l1: Any, l2: Any, buffer: SymmBuffer) -> int | None:
 
 
 def check_interleaved(inter: int, argument: str) -> None:
+    """``inter`` is an intermediate size, ``argument`` the flag that asks for interleaving."""
     if inter % INTERLEAVE:
         raise ValueError(
             f"{argument}=False interleaves gate and up in groups of {INTERLEAVE} rows; the intermediate size "
@@ -265,12 +273,14 @@ def check_interleaved(inter: int, argument: str) -> None:
 
 
 def check_token_grads(dx: Any, dtopk: Any, num_tokens: int, buffer: SymmBuffer) -> None:
+    """dx [n, H] in the buffer's data type and dtopk [n, K] in the wide one."""
     data, device = DATA_DTYPES[buffer.mma_type], buffer.x.device
     check_tensor("dx", dx, (num_tokens, buffer.hidden), (data,), device)
     check_tensor("dtopk", dtopk, (num_tokens, buffer.num_topk), (wide_dtype(buffer.mma_type),), device)
 
 
 def check_weight_grads(dw1: Any, dw2: Any, buffer: SymmBuffer, accumulate: bool) -> None:
+    """dw1 [El, 2I, H] and dw2 [El, H, I], either of them None; fp32 (or fp64) to accumulate."""
     experts, hidden, inter = buffer.num_local_experts, buffer.hidden, buffer.intermediate_hidden
     _check_weight_grad("dw1", dw1, (experts, 2 * inter, hidden), buffer, accumulate)
     _check_weight_grad("dw2", dw2, (experts, hidden, inter), buffer, accumulate)
@@ -319,6 +329,7 @@ def check_weight_pair(l1: Any, l2: Any) -> None:
 
 
 def check_stats(stats: Any, buffer: SymmBuffer) -> None:
+    """cumulative_local_expert_recv_stats: None or int32 [El]."""
     if stats is not None:
         shape, device = (buffer.num_local_experts,), buffer.x.device
         check_tensor("cumulative_local_expert_recv_stats", stats, shape, (torch.int32,), device)
