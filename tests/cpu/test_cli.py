@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import types
@@ -132,6 +133,20 @@ def test_importing_the_command_line_imports_no_command() -> None:
         "assert not cli.CLI_EXTRA_MODULES & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_waiting_threads_of_the_training_job_sleep() -> None:
+    code = (
+        "import contextlib, os, sys, prime_kernels.cli as cli, prime_kernels.train\n"
+        "assert 'torch' not in sys.modules  # which would have read the setting\n"
+        "with contextlib.suppress(SystemExit): cli.main(['train', '--help'])\n"
+        "assert os.environ['OMP_WAIT_POLICY'] == sys.argv[1], os.environ['OMP_WAIT_POLICY']\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    command = [sys.executable, "-c", code]
+    subprocess.run([*command, "PASSIVE"], check=True, timeout=300, env=environment)
+    environment["OMP_WAIT_POLICY"] = "ACTIVE"  # the user's choice stands
+    subprocess.run([*command, "ACTIVE"], check=True, timeout=300, env=environment)
 
 
 def test_python_dash_m() -> None:
