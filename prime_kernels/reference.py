@@ -6,7 +6,7 @@ Formulas, for a row r = (token t, slot k) sent to expert e, with c the clamp (no
     y_t     = sum_k w_tk (a_r W2_e^T)  (+ the shared expert's output, with weight 1)
 
     da'_r   = dy_t W2_e                        dtopk_tk = <da'_r, a_r>
-    dz_r    = d[a]/d[g | u] * (w_tk da'_r)     zero where the clamp binds (g > c, |u| > c)
+    dz_r    = d[a]/d[g | u] * (w_tk da'_r)     zero where the clamp binds (g > c, |u| > c; before rounding)
     dx_t    = sum_k dz_r W13_e  (+ shared)
     dW2_e   = sum_r dy_t^T (w_tk a_r)          dW13_e = sum_r dz_r^T x_t
 
@@ -134,19 +134,29 @@ def swiglu(gate_up: Tensor, clamp: float | None) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def swiglu_backward(gate_up: Tensor, dact: Tensor, clamp: float | None) -> Tensor:
-    """The gradient of :func:`swiglu` for [g | u]; exactly zero where the clamp binds (g > c, |u| > c)."""
+def swiglu_backward(
+    gate_up: Tensor, dact: Tensor, clamp: float | None, exact_gate_up: Tensor | None = None
+) -> Tensor:
+    """The gradient of :func:`swiglu` for [g | u]; exactly zero where the clamp binds (g > c, |u| > c).
+
+    Args:
+        gate_up: [..., 2I], rounded where the forward rounds it.
+        dact: [..., I].
+        clamp: c, or None.
+        exact_gate_up: ``gate_up`` before it was rounded, if it was. Whether the clamp binds is decided on it:
+            rounding moves values across c, and each that crosses switches a whole gradient off or on.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    g, u = gate, up
     if clamp is not None:
-        g, u = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    sigmoid = torch.sigmoid(g)
-    silu = g * sigmoid
-    dgate = dact * u * (sigmoid + silu * (1 - sigmoid))
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = dact * up * (sigmoid + silu * (1 - sigmoid))
     dup = dact * silu
     if clamp is not None:
-        dgate = dgate.masked_fill(gate > clamp, 0)
-        dup = dup.masked_fill(up.abs() > clamp, 0)
+        exact_gate, exact_up = (gate_up if exact_gate_up is None else exact_gate_up).chunk(2, dim=-1)
+        dgate = dgate.masked_fill(exact_gate > clamp, 0)
+        dup = dup.masked_fill(exact_up.abs() > clamp, 0)
     return torch.cat([dgate, dup], dim=-1)
 
 
@@ -217,11 +227,12 @@ class Experts:
                 ddown.store(expert, None)
                 continue
             gate_up, down = self.weights(expert, x.dtype)
-            z = rounding.gate_up(x[rows] @ gate_up.T)
+            exact_z = x[rows] @ gate_up.T
+            z = rounding.gate_up(exact_z)
             act = swiglu(z, self.clamp)  # never an operand of its own here, so nothing rounds it
             dact = rounding.dact(dy[rows] @ down)
             weight = row_weights[rows, None]
-            dz = swiglu_backward(z, weight * dact, self.clamp)
+            dz = swiglu_backward(z, weight * dact, self.clamp, exact_z)
             dtopk[rows] = (dact * act).sum(1)
             dx[rows] = rounding.dx_row(rounding.dz(dz) @ gate_up)
             if ddown.out is not None:

@@ -71,8 +71,9 @@ def test_against_autograd_with_poisoned_outputs(dtype: torch.dtype, shared_inter
     assert got.stats.tolist() == [count * repeats for count in (4, 5, 5, 4, 0)]
 
 
-def test_clamp_reaches_every_output() -> None:
-    problem = small(clamp=0.3)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_clamp_reaches_every_output(dtype: torch.dtype) -> None:
+    problem = small(dtype, clamp=0.3)
     got = run_both(problem, make_buffer(problem, MAX_TOKENS))
     assert_matches_autograd(got, problem)
     problem.clamp = None
