@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from .compiler import compile_uncached
 from .cubin import Cubin, Resources
 from .errors import CacheWarning
+from .headers import all_headers
 from .keys import KEY_FORMAT, cache_key, source_key
 from .source import KernelSource
 from .toolchain import find_toolchain, package_root
@@ -199,7 +200,8 @@ def compile_kernel(source: KernelSource, *, cache_dir: Path | None = None) -> Cu
     if shipped is not None:
         return shipped
     toolchain = find_toolchain()
-    key = cache_key(source, toolchain)
+    headers = all_headers(source, toolchain)
+    key = cache_key(source, toolchain, headers)
     cache = KernelCache(cache_dir if cache_dir is not None else default_cache_dir())
     # A hit needs no lock, which also makes a filled read-only directory usable.
     found = cache.read(source.name, key) or _unstored.get((str(cache.directory), key))
@@ -216,7 +218,7 @@ def compile_kernel(source: KernelSource, *, cache_dir: Path | None = None) -> Cu
             if found is not None:
                 return found
         started = time.monotonic()
-        cubin = compile_uncached(source, toolchain)
+        cubin = compile_uncached(source, toolchain, headers)
         _logger.info("compiled %s for %s in %.1f s", source.name, source.arch, time.monotonic() - started)
         try:
             return cubin.replace(path=cache.store(source.name, key, cubin), origin="compiled")

@@ -9,10 +9,10 @@ from typing import Any
 
 from .cubin import Cubin, ptxas_warnings, read_resources
 from .errors import CompileError, CompileWarning, ToolchainError
+from .headers import PRELUDE, HeaderSet, all_headers, embedded_headers
 from .source import KernelSource
-from .toolchain import Toolchain, import_nvrtc, package_include_dirs
+from .toolchain import Toolchain, import_nvrtc
 
-PRELUDE = "prime_kernels/nvrtc_prelude.cuh"
 # What every kernel is compiled with. CUTLASS needs C++20 and 128-bit integers here; unannotated functions of
 # its headers must count as device functions, because NVRTC has no host side.
 BASE_OPTIONS = (
@@ -25,6 +25,8 @@ BASE_OPTIONS = (
     # Unused variables and functions, unreachable code and sign changes of the vendored headers.
     "--diag-suppress=39,161,174,177,186,940",
 )
+
+_COMPILE_TIME = "Compile time ="
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ def _text(nvrtc: ModuleType, size_of: Any, read: Any, program: Any) -> bytes:
     return data
 
 
+def _without_times(log: str) -> str:
+    """The log without how long the assembler took, so that equal sources give equal records."""
+    return "\n".join(line for line in log.splitlines() if _COMPILE_TIME not in line)
+
+
 def _check(nvrtc: ModuleType, status: Any) -> None:
     if int(status) != 0:
         _, text = nvrtc.nvrtcGetErrorString(status)
@@ -53,23 +60,31 @@ def _check(nvrtc: ModuleType, status: Any) -> None:
 
 
 def command_line(source: KernelSource, toolchain: Toolchain) -> list[str]:
-    """Options NVRTC is called with, include directories last."""
-    directories = (*source.include_dirs, *package_include_dirs(), *toolchain.include_dirs)
+    """Options NVRTC is called with, the CUDA include directories last."""
     return [
         f"--gpu-architecture={source.arch}",
         *BASE_OPTIONS,
         *source.options,
-        *(f"--include-path={directory}" for directory in directories),
+        *(f"--include-path={directory}" for directory in toolchain.include_dirs),
     ]
 
 
-def compile_image(source: KernelSource, toolchain: Toolchain) -> CompiledImage:
-    """Compiles ``source`` now, without any cache. Raises CompileError with the compiler's log."""
+def compile_image(
+    source: KernelSource, toolchain: Toolchain, headers: HeaderSet | None = None
+) -> CompiledImage:
+    """Compiles ``source`` now, without any cache. Raises CompileError with the compiler's log.
+
+    headers: what ``all_headers`` found, when the caller has it already.
+    """
     nvrtc = import_nvrtc()
-    # --pre-include would also look in the working directory.
+    headers = headers if headers is not None else all_headers(source, toolchain)
+    embedded = embedded_headers(source, headers)
+    # An option for this would also look in the working directory.
     code = f"#include <{PRELUDE}>\n#line 1\n{source.code}".encode()
     file_name = f"{source.name}.cu".encode()
-    status, program = nvrtc.nvrtcCreateProgram(code, file_name, 0, [], [])
+    status, program = nvrtc.nvrtcCreateProgram(
+        code, file_name, len(embedded), list(embedded.values()), [name.encode() for name in embedded]
+    )
     _check(nvrtc, status)
     try:
         expression = source.entry.encode()
@@ -78,7 +93,7 @@ def compile_image(source: KernelSource, toolchain: Toolchain) -> CompiledImage:
         options = [option.encode() for option in command_line(source, toolchain)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = _text(nvrtc, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        log_text = log.rstrip(b"\0").decode(errors="replace")
+        log_text = _without_times(log.rstrip(b"\0").decode(errors="replace"))
         if int(status) != 0:
             raise CompileError(
                 f"kernel {source.name!r} does not compile for {source.arch} "
@@ -93,9 +108,9 @@ def compile_image(source: KernelSource, toolchain: Toolchain) -> CompiledImage:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def compile_uncached(source: KernelSource, toolchain: Toolchain) -> Cubin:
+def compile_uncached(source: KernelSource, toolchain: Toolchain, headers: HeaderSet | None = None) -> Cubin:
     """Compiles ``source`` and reads its resources. Warnings of the assembler become CompileWarnings."""
-    image = compile_image(source, toolchain)
+    image = compile_image(source, toolchain, headers)
     for line in ptxas_warnings(image.log):
         warnings.warn(f"kernel {source.name!r} for {source.arch}: {line}", CompileWarning, stacklevel=3)
     resources = read_resources(image.data, image.symbol, image.log)

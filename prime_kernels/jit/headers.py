@@ -1,14 +1,15 @@
-"""Finds every header a translation unit can include and hashes what is in them.
+"""Finds every header a translation unit can include, hashes it and hands it to the compiler.
 
 The scan follows every ``#include`` without evaluating ``#if``, so it can only find more than the compiler
-reads. It
-knows two roots: the headers of this package (own and vendored) and those of the CUDA toolkit. Paths never
-enter a hash, only names relative to an include directory, so equal sources hash equally wherever they are
-installed.
+reads. It knows two kinds of headers: a kernel's own (of this package, vendored ones among them, and of the
+kernel's ``include_dirs``) and those of the CUDA toolkit. Paths never enter a hash, only names below an
+include directory, so equal sources hash equally wherever they are installed. The compiler gets own headers
+from memory under these names: it sees what was hashed, and no path of this machine ends up in a cubin.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -17,6 +18,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from .source import KernelSource
+from .toolchain import Toolchain, package_include_dirs
+
+# Included before every translation unit.
+PRELUDE = "prime_kernels/nvrtc_prelude.cuh"
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(?:([<"])([^>"\n]+)[>"]|([A-Za-z_][^\n]*))', re.MULTILINE)
 # CUTLASS names the C++ library through this macro; under NVRTC it stands for cuda/std.
@@ -43,11 +50,15 @@ class _Parsed:
 
 @dataclass(frozen=True)
 class Header:
-    """A header that was found: its name below the include directory, its path and the hash of its content."""
+    """A header that was found: the include directory, the name below it and the hash of its content."""
 
+    root: str
     name: str
-    path: str
     digest: str
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.root, self.name)
 
 
 def parse_includes(text: bytes) -> tuple[tuple[_Include, ...], tuple[str, ...]]:
@@ -169,12 +180,66 @@ def scan(code: str, extra: Iterable[str], directories: Sequence[Path], strict: S
         if location in found:
             continue
         root, name = location
-        path = os.path.join(root, name)
-        parsed = _memo.parse(path)
+        parsed = _memo.parse(os.path.join(root, name))
         if parsed.computed and root in strict_roots:
             raise ValueError(
                 f"{name}: #include {parsed.computed[0]} is an include through a macro, which is not followed"
             )
-        found[location] = Header(name, path, parsed.digest)
+        found[location] = Header(root, name, parsed.digest)
         pending += [(inner, root, os.path.dirname(name)) for inner in parsed.includes]
     return HeaderSet(tuple(found.values()), tuple(sorted(unresolved)))
+
+
+def own_directories(source: KernelSource) -> tuple[Path, ...]:
+    """Include directories whose content belongs to the kernel rather than to the CUDA toolkit."""
+    return (*(Path(directory) for directory in source.include_dirs), *package_include_dirs())
+
+
+def own_headers(source: KernelSource) -> HeaderSet:
+    """Headers of the kernel itself; those of the CUDA toolkit stay unresolved."""
+    own = own_directories(source)
+    return scan(source.code, [PRELUDE], own, own)
+
+
+def all_headers(source: KernelSource, toolchain: Toolchain) -> HeaderSet:
+    """Headers of the kernel and of the CUDA toolkit."""
+    own = own_directories(source)
+    return scan(source.code, [PRELUDE], (*own, *toolchain.include_dirs), own)
+
+
+def embedded_headers(source: KernelSource, headers: HeaderSet) -> dict[str, bytes]:
+    """Name -> content of the kernel's own headers among ``headers``, for a compiler without files.
+
+    Such a compiler looks for a header by the name as it is written, so an include relative to the including
+    file is replaced by the full name. Raises ValueError when two headers would need one name, RuntimeError
+    when a header was edited since it was hashed.
+    """
+    own = [str(directory) for directory in own_directories(source)]
+    search = _Directories(own_directories(source))
+    embedded: dict[str, bytes] = {}
+    for header in headers.headers:
+        if header.root not in own:
+            continue
+        if header.name in embedded:
+            raise ValueError(
+                f"kernel {source.name!r} reaches two headers called {header.name}; rename one of them"
+            )
+        text = Path(header.path).read_bytes()
+        if hashlib.sha256(text).hexdigest() != header.digest:
+            raise RuntimeError(f"{header.path} was edited while kernel {source.name!r} was being compiled")
+        embedded[header.name] = _INCLUDE.sub(
+            functools.partial(_full_name, header=header, search=search), text
+        )
+    return embedded
+
+
+def _full_name(match: re.Match[bytes], header: Header, search: _Directories) -> bytes:
+    quote, name, _ = match.groups()
+    line = match.group(0)
+    if quote != b'"':
+        return line
+    include = _Include(name.decode(errors="surrogateescape"), True)
+    location = search.resolve(include, header.root, os.path.dirname(header.name))
+    if location is None or location[1] == include.name:
+        return line
+    return line.replace(b'"' + name + b'"', b"<" + location[1].encode(errors="surrogateescape") + b">")

@@ -8,11 +8,10 @@ CUDA headers and the compiler's version: it names what was compiled on this mach
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
-from .compiler import BASE_OPTIONS, PRELUDE
+from .compiler import BASE_OPTIONS
 from .errors import ToolchainError
-from .headers import HeaderSet, scan
+from .headers import HeaderSet, all_headers, own_headers
 from .source import KernelSource
 from .toolchain import Toolchain, package_include_dirs
 
@@ -21,11 +20,6 @@ KEY_FORMAT = "prime-kernels-2"
 # Hexadecimal digits kept of a SHA-256: 128 bits.
 KEY_LENGTH = 32
 VENDORED_PREFIXES = ("deep_gemm/", "cute/", "cutlass/")
-
-
-def own_directories(source: KernelSource) -> tuple[Path, ...]:
-    """Include directories whose content belongs to the kernel rather than to the CUDA toolkit."""
-    return (*(Path(directory) for directory in source.include_dirs), *package_include_dirs())
 
 
 def check_vendored(headers: HeaderSet) -> None:
@@ -51,16 +45,17 @@ def _key(source: KernelSource, headers: HeaderSet, compiler: str) -> str:
 
 
 def source_key(source: KernelSource) -> str:
-    """Key of ``source`` without a compiler: kernel, options, architecture and the package's own headers."""
-    own = own_directories(source)
-    headers = scan(source.code, [PRELUDE], own, own)
+    """Key of ``source`` without a compiler: kernel, options, architecture and the kernel's own headers."""
+    headers = own_headers(source)
     check_vendored(headers)
     return _key(source, headers, "")
 
 
-def cache_key(source: KernelSource, toolchain: Toolchain) -> str:
-    """Key of ``source`` as ``toolchain`` compiles it: also the CUDA headers and the compiler's version."""
-    own = own_directories(source)
-    headers = scan(source.code, [PRELUDE], (*own, *toolchain.include_dirs), own)
+def cache_key(source: KernelSource, toolchain: Toolchain, headers: HeaderSet | None = None) -> str:
+    """Key of ``source`` as ``toolchain`` compiles it: also the CUDA headers and the compiler's version.
+
+    headers: what ``all_headers`` found, when the caller has it already.
+    """
+    headers = headers if headers is not None else all_headers(source, toolchain)
     check_vendored(headers)
     return _key(source, headers, f"{toolchain.version_string} {toolchain.build}")

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from prime_kernels import vendored_forward
-from prime_kernels.jit import CompileError, KernelSource, compiler, find_toolchain
+from prime_kernels.jit import CompileError, KernelSource, compiler, find_toolchain, headers
 from prime_kernels.models import model_shape
 
 REPO = Path(__file__).resolve().parents[2]
@@ -56,10 +56,10 @@ def compile_log(
     """What the compiler prints with every patch but those whose name holds `leave_out`."""
     patches = [found for found in vendor.read_patches(vendor.PATCHES) if leave_out not in found.name]
     vendor.write_tree(folder / "_vendor", wheel, patches)
-    directories = compiler.package_include_dirs()
+    directories = headers.package_include_dirs()
     own = tuple(path for path in directories if "_vendor" not in path.parts)
     assert len(own) == len(directories) - 1
-    monkeypatch.setattr(compiler, "package_include_dirs", lambda: (*own, folder / "_vendor" / "include"))
+    monkeypatch.setattr(headers, "package_include_dirs", lambda: (*own, folder / "_vendor" / "include"))
     return compiler.compile_image(kernel, find_toolchain()).log
 
 

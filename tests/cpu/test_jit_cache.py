@@ -38,9 +38,9 @@ def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     compiled: list[str] = []
     real = cache.compile_uncached
 
-    def counting(source, toolchain):
+    def counting(source, toolchain, headers):
         compiled.append(source.name)
-        return real(source, toolchain)
+        return real(source, toolchain, headers)
 
     monkeypatch.setattr(cache, "compile_uncached", counting)
     return compiled
@@ -84,11 +84,11 @@ def test_one_process_compiles_while_the_others_wait(tmp_path):
 import os, pathlib, sys, time
 work, count = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 real = cache.compile_uncached
-def slow(source, toolchain):
+def slow(*arguments):
     with open(work / "compiles", "a") as log:
         log.write(f"{os.getpid()}\\n")
     time.sleep(1.0)
-    return real(source, toolchain)
+    return real(*arguments)
 cache.compile_uncached = slow
 (work / f"ready-{os.getpid()}").touch()
 while len(list(work.glob("ready-*"))) < count:
@@ -108,7 +108,7 @@ def test_killed_compile_leaves_nothing_and_blocks_nobody(tmp_path):
         TINY_IN_CHILD
         + """
 import pathlib, sys, time
-def hang(source, toolchain):
+def hang(*arguments):
     pathlib.Path(sys.argv[2]).touch()
     time.sleep(3600)
 cache.compile_uncached = hang

@@ -15,10 +15,12 @@ from prime_kernels.jit import (
     Toolchain,
     ToolchainError,
     compile_kernel,
+    find_toolchain,
     headers,
     keys,
     toolchain,
 )
+from prime_kernels.jit.compiler import compile_image
 from prime_kernels.jit.headers import parse_includes, scan
 
 CLOCK_TICK_SECONDS = 0.05
@@ -195,9 +197,38 @@ def test_source_arguments_are_checked():
 
 def test_vendored_headers_that_were_never_made(tmp_path, monkeypatch):
     shims, own, _ = toolchain.package_include_dirs()
-    monkeypatch.setattr(keys, "package_include_dirs", lambda: (shims, own, tmp_path / "absent"))
+    for module in (headers, keys):
+        monkeypatch.setattr(module, "package_include_dirs", lambda: (shims, own, tmp_path / "absent"))
     source = KernelSource("gemm", "#include <deep_gemm/impls/sm90_bf16_gemm.cuh>\n", "x", "sm_90a")
     with pytest.raises(ToolchainError, match=r"scripts/vendor_deepgemm\.py"):
         keys.source_key(source)
     with pytest.raises(ToolchainError, match="install the package with pip"):
         keys.cache_key(source, NO_HEADERS)
+
+
+@pytest.mark.compile
+def test_compiler_sees_what_was_hashed_and_no_paths(tmp_path):
+    """Own headers, relative includes among them, reach the compiler under their names."""
+    directory = write(
+        tmp_path / "somewhere",
+        value_h='#include "deep/file.h"\n#define VALUE (int)(long)where()\n',
+        deep__file_h='#pragma once\n#include "sibling.h"\n#include "../deep/sibling.h"\n',
+        deep__sibling_h="#pragma once\n__device__ const char* where() { return __FILE__; }\n",
+    )
+    source = tiny_source(include_dir=directory)
+    found = headers.all_headers(source, find_toolchain())
+    image = compile_image(source, find_toolchain(), found)
+    assert b"deep/sibling.h" in image.data
+    assert str(tmp_path).encode() not in image.data
+    assert "Compile time" not in image.log
+    (directory / "value.h").write_text("#define VALUE 2\n")
+    with pytest.raises(RuntimeError, match=r"value\.h was edited while kernel 'tiny'"):
+        compile_image(source, find_toolchain(), found)
+
+
+def test_two_headers_of_one_name_are_refused(tmp_path):
+    first = write(tmp_path / "first", value_h="#include <other.h>\n")
+    second = write(tmp_path / "second", other_h='#include "value.h"\n', value_h="")
+    source = dataclasses.replace(tiny_source(include_dir=first), include_dirs=(str(first), str(second)))
+    with pytest.raises(ValueError, match=r"two headers called value\.h"):
+        headers.embedded_headers(source, headers.own_headers(source))

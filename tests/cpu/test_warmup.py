@@ -149,3 +149,14 @@ def test_missing_compiler_is_reported_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warmup, "compile_kernel", missing)
     assert run("qwen3-30b-a3b:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_USAGE
     assert capsys.readouterr().err.count("install this and that") == 1
+
+
+@pytest.mark.compile
+def test_cubins_for_a_wheel_are_reproducible(tmp_path):
+    for name in ("first", "second"):
+        warmup.write_aot([tiny_source(7)], tmp_path / name, cache_dir=tmp_path / f"cache of {name}")
+    files = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert {Path(name).suffix for name in files} == {".cubin", ".json"}
+    for name in files:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+        assert str(tmp_path).encode() not in (tmp_path / "first" / name).read_bytes()
