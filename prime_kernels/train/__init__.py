@@ -10,7 +10,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the words after `train`; returns the exit code (see job.py)."""
-    # OpenMP threads that wait shall sleep: by default they spin, and on two cores that other processes use too
+    # OpenMP threads that wait shall sleep: by default they spin, and on two cores that others use as well
     # a step was seen to take 6 s instead of 0.4 s. The runtime reads this when torch is loaded: set it first.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .job import main as run
