@@ -109,6 +109,15 @@ def test_rows_of_one_group(rows: int) -> None:
     assert_unrouted_is_exactly_zero(got, problem)
 
 
+def test_splits_with_empty_and_large_groups() -> None:
+    topk_idx = torch.repeat_interleave(torch.arange(6), torch.tensor([162, 0, 2577, 446, 0, 83]))
+    topk_idx = topk_idx[torch.randperm(len(topk_idx), generator=torch.Generator().manual_seed(0))]
+    problem = make_problem(len(topk_idx), 6, 1, 6, 3, topk_idx=topk_idx[:, None])
+    got = run(problem)
+    assert_close(got, solve(problem), FLOAT64_TOLERANCE)
+    assert_unrouted_is_exactly_zero(got, problem)
+
+
 def test_same_expert_twice_counts_twice() -> None:
     once = make_problem(5, 3, 1, 8, 4, topk_idx=torch.full((5, 1), 2))
     twice = dataclasses.replace(
