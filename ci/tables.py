@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Writes the benchmark tables of README.md and docs from the JSON files in ci/results.
+
+`python ci/tables.py` rewrites what stands between `<!-- table: NAME -->` and `<!-- end of table -->`;
+`python ci/tables.py --check` changes nothing and exits with 1 when a table is not that of the newest result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "ci" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def newest(pattern: str) -> tuple[Path, dict[str, Any]]:
+    """The result whose name (which ends in its date) sorts last."""
+    path = max(RESULTS.glob(pattern))
+    return path, json.loads(path.read_text("utf-8"))
+
+
+def source_line(path: Path, result: dict[str, Any]) -> str:
+    """Where a table's figures come from."""
+    when = f"{result['date'][:10]}, commit {result['commit'][:7]}"
+    return (
+        f"{result['hardware']}; torch {result['torch']}; {when}; "
+        f"{result['method']}; `{result['command']}` "
+        f"([{path.name}]({{to_root}}{path.relative_to(ROOT).as_posix()}))"
+    )
+
+
+def layer_name(layer: dict[str, Any]) -> str:
+    """A layer's row label: model, sizes and this rank's load."""
+    sizes = f"H {layer['hidden']}, I {layer['intermediate']}"
+    return f"{layer['model']} ({sizes}), {layer['experts']} local experts, {layer['rows']} rows"
+
+
+def grouped_gemm() -> str:
+    """Every GEMM of every layer."""
+    path, result = newest("*-grouped-gemm-????-??-??.json")
+    rows = [
+        [
+            layer_name(layer),
+            gemm["name"],
+            f"{gemm['ms']:.2f}",
+            f"{gemm['tflops']:.0f}",
+            f"{gemm['relative_error']:.1e}",
+        ]
+        for layer in result["layers"]
+        for gemm in layer["gemms"]
+    ]
+    table = markdown(["layer", "GEMM", "ms", "TFLOP/s", "relative error"], rows)
+    ceilings = "; ".join(f"{name}: {value:.1f}" for name, value in result["ceilings"].items())
+    return f"{source_line(path, result)}. Ceilings of the same run: {ceilings}.\n\n{table}"
+
+
+def grouped_gemm_summary() -> str:
+    """One row a layer: the sum of its GEMMs, and the slowest and fastest of them."""
+    path, result = newest("*-grouped-gemm-????-??-??.json")
+    rows = []
+    for layer in result["layers"]:
+        speeds = [gemm["tflops"] for gemm in layer["gemms"]]
+        sums = [f"{layer['forward_ms']:.2f}", f"{layer['backward_ms']:.2f}"]
+        rows.append([layer_name(layer), *sums, f"{min(speeds):.0f} to {max(speeds):.0f}"])
+    headers = ["grouped BF16 GEMMs of one layer", "forward ms", "backward ms", "TFLOP/s"]
+    return f"{source_line(path, result)}\n\n{markdown(headers, rows)}"
+
+
+def markdown(headers: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table of texts."""
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "grouped-gemm": grouped_gemm,
+    "grouped-gemm-summary": grouped_gemm_summary,
+}
+
+
+def rendered(page: Path) -> str:
+    """The page's text with every table as the results have it. Raises KeyError for an unknown table."""
+    to_root = "../" * len(page.parent.relative_to(ROOT).parts)
+
+    def fill(match: re.Match[str]) -> str:
+        text = TABLES[match["name"]]().replace("{to_root}", to_root)
+        return f"{match[1]}\n{text}\n\n{match[3]}"
+
+    return TABLE.sub(fill, page.read_text("utf-8"))
+
+
+def main() -> int:
+    """Write the tables, or with --check compare them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, exit with 1 when a table is old"
+    )
+    check = parser.parse_args().check
+    stale = [page for page in PAGES if rendered(page) != page.read_text("utf-8")]
+    for page in stale:
+        if not check:
+            page.write_text(rendered(page), "utf-8")
+        print(f"{page.relative_to(ROOT)}: {'old tables, run ci/tables.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
