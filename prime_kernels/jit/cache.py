@@ -54,8 +54,11 @@ def default_cache_dir() -> Path:
         return Path(chosen).absolute()
     # The XDG specification says to ignore relative paths.
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
-    return root / CACHE_FOLDER
+    if os.path.isabs(base):
+        return Path(base) / CACHE_FOLDER
+    home = os.path.expanduser("~")
+    # A user without a home directory: "/" cannot be written either, and the cache will say so.
+    return Path(home if os.path.isabs(home) else os.sep) / ".cache" / CACHE_FOLDER
 
 
 def aot_dir() -> Path:

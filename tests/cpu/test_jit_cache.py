@@ -75,6 +75,8 @@ def test_directory_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache.default_cache_dir() == tmp_path / "home" / ".cache" / "prime_kernels"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache.default_cache_dir() == Path("/.cache/prime_kernels")
 
 
 def test_one_process_compiles_while_the_others_wait(tmp_path):
