@@ -32,10 +32,12 @@ _INPUTS = (
 )
 _SETTINGS = "SymInt buffer, float? activation_clamp"
 
-# The forward op takes the main_grad tensors only to hand them to the backward op, which adds to them.
+# The forward op takes the main_grad tensors only to hand them to the backward op, which adds to them. It writes
+# nothing to `effect`: compilers drop a call that writes nothing and whose results nobody reads. That is how they
+# see a rank without tokens, which would then never reach its peers.
 _FORWARD_SCHEMA = (
     f"({_INPUTS}Tensor? main_gate_up, Tensor? main_down, "
-    f"Tensor? main_shared_gate_up, Tensor? main_shared_down, {_SETTINGS}) -> Tensor"
+    f"Tensor? main_shared_gate_up, Tensor? main_shared_down, {_SETTINGS}, Tensor(a!) effect) -> Tensor"
 )
 _BACKWARD_SCHEMA = (
     f"(Tensor dy, {_INPUTS}Tensor(a!)? main_gate_up, Tensor(b!)? main_down, "
@@ -116,7 +118,9 @@ def mega_moe(
         x = _autocast(x, dtype)
         topk_weights = _autocast(topk_weights, torch.float32)
         weights = [None if weight is None else _autocast(weight, dtype) for weight in weights]
-    return forward_op(x, topk_idx, topk_weights, *weights, *main_grads, buffer.handle, activation_clamp)
+    effect = torch.empty(1, dtype=torch.uint8, device=x.device)
+    settings = (buffer.handle, activation_clamp, effect)
+    return forward_op(x, topk_idx, topk_weights, *weights, *main_grads, *settings)
 
 
 def _check_precision(precision: str, mma_type: str) -> None:
@@ -194,7 +198,7 @@ def _forward(
     gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
     main_gate_up: Tensor | None, main_down: Tensor | None,
     main_shared_gate_up: Tensor | None, main_shared_down: Tensor | None,
-    buffer: int, activation_clamp: float | None,
+    buffer: int, activation_clamp: float | None, effect: Tensor,
 ) -> Tensor:  # fmt: skip
     symm = lookup_buffer(buffer)
     # What was cast is settled by now: the reference must not be cast again inside.
@@ -274,38 +278,50 @@ def _backward_fake(
     return dx, dtopk, *returned
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    last_weight = _FIRST_WEIGHT + len(_WEIGHT_NAMES)
-    *main_grads, handle, activation_clamp = inputs[last_weight:]
-    ctx.save_for_backward(*inputs[:last_weight])
-    # Attributes, not saved tensors: an earlier backward may have added to main_grad since.
-    ctx.main_grads = main_grads
-    ctx.handle = handle
-    ctx.activation_clamp = activation_clamp
-    # Holds the buffer until the backward has run. While torch.compile traces, its owner does.
-    ctx.buffer = lookup_buffer(handle) if isinstance(handle, int) else None
+class _MegaMoE(torch.autograd.Function):
+    """The autograd formula of the forward op.
 
+    ``torch.library.register_autograd`` would make the same of these functions, but refuses an op that writes.
+    """
 
-def _autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "mega_moe has no second derivative, and a backward with create_graph=True asks for one; "
-            "use create_graph=False"
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward_op(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        last_weight = _FIRST_WEIGHT + len(_WEIGHT_NAMES)
+        *main_grads, handle, activation_clamp, _ = inputs[last_weight:]
+        ctx.save_for_backward(*inputs[:last_weight])
+        # Attributes, not saved tensors: an earlier backward may have added to main_grad since.
+        ctx.main_grads = main_grads
+        ctx.handle = handle
+        ctx.activation_clamp = activation_clamp
+        # Holds the buffer until the backward has run. While torch.compile traces, its owner does.
+        ctx.buffer = lookup_buffer(handle) if isinstance(handle, int) else None
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "mega_moe has no second derivative, and a backward with create_graph=True asks for one; "
+                "use create_graph=False"
+            )
+        needed = ctx.needs_input_grad
+        weight_grads = [bool(needed[_FIRST_WEIGHT + index]) for index in range(len(_WEIGHT_NAMES))]
+        dx, dtopk, *dweights = backward_op(
+            dy, *ctx.saved_tensors, *ctx.main_grads, ctx.handle, ctx.activation_clamp, weight_grads
         )
-    saved = ctx.saved_tensors
-    needed = ctx.needs_input_grad
-    weight_grads = [bool(needed[_FIRST_WEIGHT + index]) for index in range(len(_WEIGHT_NAMES))]
-    dx, dtopk, *dweights = backward_op(
-        dy, *saved, *ctx.main_grads, ctx.handle, ctx.activation_clamp, weight_grads
-    )
-    returned = [
-        gradient if wanted and main is None else None
-        for gradient, wanted, main in zip(dweights, weight_grads, ctx.main_grads, strict=True)
-    ]
-    no_gradient = (None,) * (len(ctx.main_grads) + 2)  # main_grads, buffer, activation_clamp
-    return (dx if needed[0] else None, None, dtopk if needed[2] else None, *returned, *no_gradient)
+        returned = [
+            gradient if wanted and main is None else None
+            for gradient, wanted, main in zip(dweights, weight_grads, ctx.main_grads, strict=True)
+        ]
+        no_gradient = (None,) * (len(needed) - _FIRST_WEIGHT - len(_WEIGHT_NAMES))
+        return (dx if needed[0] else None, None, dtopk if needed[2] else None, *returned, *no_gradient)
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::mega_moe", _autograd, setup_context=_setup_context, lib=_library
-)
+@torch.library.impl(_library, "mega_moe", "Autograd")
+def _forward_autograd(*inputs: Any) -> Tensor:
+    apply = _MegaMoE.apply if torch.is_grad_enabled() else _MegaMoE.forward
+    return apply(*inputs)

@@ -158,9 +158,7 @@ def test_strided_weights_and_x() -> None:
 @pytest.mark.parametrize(
     ("frozen", "skipped"), [("gate_up", [0]), ("down", [1]), ("both", [0, 1]), ("shared", [2, 3])]
 )
-def test_frozen_weights_skip_work(
-    monkeypatch: pytest.MonkeyPatch, frozen: str, skipped: list[int]
-) -> None:
+def test_frozen_weights_skip_work(monkeypatch: pytest.MonkeyPatch, frozen: str, skipped: list[int]) -> None:
     calls = record_calls(monkeypatch)
     inputs = make_inputs(SMALL, 7, shared=True)
     weights = [inputs.gate_up, inputs.down, *inputs.shared]
@@ -402,7 +400,7 @@ def test_opcheck(shared: bool, main_grad: bool, num_tokens: int) -> None:
     weights = [inputs.gate_up, inputs.down, *(inputs.shared or (None, None))]
     mains = [torch.zeros_like(w) if main_grad and w is not None else None for w in weights]
     tensors = (inputs.x, inputs.topk_idx, inputs.topk_weights, *weights)
-    torch.library.opcheck(op.forward_op, (*tensors, *mains, buffer.handle, CLAMP))
+    torch.library.opcheck(op.forward_op, (*tensors, *mains, buffer.handle, CLAMP, torch.empty(1)))
     detached = [t if t is None else t.detach() for t in (torch.randn_like(inputs.x), *tensors)]
     for weight_grads in ([True] * 4, [False, True, True, False]):
         needed = [wanted and w is not None for wanted, w in zip(weight_grads, weights, strict=True)]
