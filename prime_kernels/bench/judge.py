@@ -199,18 +199,6 @@ def _all_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> tupl
     return torch.stack([w[0] for w in weights]).double(), torch.stack([w[1] for w in weights]).double()
 
 
-def _reference_rounding(case: Case) -> reference.Rounding:
-    """None, but for gate and up under a clamp.
-
-    Whether the clamp binds is decided on values that the contract has rounded first. A reference that
-    decides on unrounded ones differs by O(1) in the elements next to the clamp, which says nothing about
-    the kernel.
-    """
-    if case.variant.clamp is None or case.precision.dtype == torch.float64:
-        return reference.NO_ROUNDING
-    return reference.Rounding(gate_up=reference.through(case.precision.dtype))
-
-
 def expected_outputs(case: Case, inputs: list[RankInputs], device: torch.device) -> dict[str, Tensor]:
     """The float64 reference of a case over all ranks.
 
@@ -222,10 +210,10 @@ def expected_outputs(case: Case, inputs: list[RankInputs], device: torch.device)
     gate_up, down = _all_weights(case.shape, case.precision.dtype, device)
     x, dy = torch.cat([rank.x for rank in inputs]).double(), torch.cat([rank.dy for rank in inputs]).double()
     idx, topk_weights = _routing_of(inputs)
-    clamp, rounding = case.variant.clamp, _reference_rounding(case)
+    clamp = case.variant.clamp
     routed = (x, idx, topk_weights, gate_up, down)
-    y = reference.moe_forward(*routed, clamp=clamp, rounding=rounding)
-    grads = reference.moe_backward(dy, *routed, clamp=clamp, rounding=rounding)
+    y = reference.moe_forward(*routed, clamp=clamp)
+    grads = reference.moe_backward(dy, *routed, clamp=clamp)
     outputs = {"y": y, "dx": grads.dx, "dtopk": grads.dtopk, "dw1": grads.dgate_up, "dw2": grads.ddown}
     shared = shared_weights(case, device)
     if shared is None:
@@ -244,8 +232,8 @@ def expected_outputs(case: Case, inputs: list[RankInputs], device: torch.device)
         )
         parts.append(
             (
-                reference.moe_forward(*to_shared, clamp=clamp, rounding=rounding),
-                reference.moe_backward(rank.dy.double(), *to_shared, clamp=clamp, rounding=rounding),
+                reference.moe_forward(*to_shared, clamp=clamp),
+                reference.moe_backward(rank.dy.double(), *to_shared, clamp=clamp),
             )
         )
     outputs["y"] += torch.cat([shared_y for shared_y, _ in parts])
