@@ -45,6 +45,7 @@ def check_dtypes(name: str, tensors: Mapping[str, tuple[torch.Tensor, torch.dtyp
 
 
 def check_shape(name: str, label: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """ValueError unless ``tensor`` has exactly this shape. ``name`` is the function, ``label`` the argument."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: {label} has shape {tuple(tensor.shape)}, needs {shape}")
 
@@ -80,6 +81,7 @@ def check_stacked(name: str, label: str, stack: torch.Tensor) -> None:
 
 
 def check_compiled_dims(name: str, compiled_dims: str, allowed: str) -> None:
+    """ValueError unless ``compiled_dims`` names only dimensions that may be compiled in."""
     if not set(compiled_dims) <= set(allowed):
         raise ValueError(
             f"{name}: compiled_dims {compiled_dims!r} may hold only letters of {allowed!r}; the "

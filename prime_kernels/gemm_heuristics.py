@@ -75,10 +75,12 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
+        """Threads of a block: the producer warpgroup and the math warpgroups."""
         return PRODUCER_THREADS + self.math_threads
 
     @property
     def output_swizzle(self) -> int:
+        """Swizzle of the output tile in shared memory, in bytes."""
         return OUTPUT_SWIZZLE_BF16 if self.output_bytes == BF16_BYTES else OUTPUT_SWIZZLE_FP32
 
     @property

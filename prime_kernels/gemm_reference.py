@@ -13,6 +13,7 @@ from .gemm_heuristics import GROUP_ALIGNMENT
 
 
 def align_up(value: int, alignment: int) -> int:
+    """The least multiple of ``alignment`` that is at least ``value``."""
     return -(-value // alignment) * alignment
 
 

@@ -91,10 +91,12 @@ def candidates(kind: GemmKind, m: int, n: int, num_sms: int) -> list[GemmConfig]
 
 
 def problem_of(kind: GemmKind, m: int, n: int, k: int, load: LayerLoad, num_sms: int) -> GemmProblem:
+    """The GEMM of one layer's load, as the kernel generator takes it; k-grouped ones add to fp32."""
     return GemmProblem(kind, m, n, k, load.experts, False, kind is GemmKind.K_TN, num_sms)
 
 
 def label(config: GemmConfig) -> str:
+    """A configuration in one line: tile, stages, operand that is multicast."""
     shared = "none" if config.multicast < CLUSTER else "A" if config.multicast_on_a else "B"
     return f"{config.block_m}x{config.block_n}x{config.block_k} stages {config.num_stages} multicast {shared}"
 

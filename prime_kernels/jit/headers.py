@@ -58,6 +58,7 @@ class Header:
 
     @property
     def path(self) -> str:
+        """Where the header lies on this machine."""
         return os.path.join(self.root, self.name)
 
 

@@ -56,6 +56,7 @@ class LaunchShape:
 
     @property
     def cluster_blocks(self) -> int:
+        """Blocks of a cluster; 1 without clusters."""
         return 1 if self.cluster is None else math.prod(self.cluster)
 
 

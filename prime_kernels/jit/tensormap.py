@@ -120,6 +120,7 @@ class TensorMapSpec:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one element."""
         return self.dtype.itemsize
 
     def _check_dimension(self, dim: int) -> None:

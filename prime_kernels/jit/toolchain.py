@@ -38,6 +38,7 @@ class HeaderComponent:
     cuda12_folder: str
 
     def pip_package(self, cuda_major: int) -> str:
+        """The pip package that has these headers for a CUDA major version."""
         return self.pip_cuda12 if cuda_major == 12 else self.pip_cuda13
 
 
@@ -65,6 +66,7 @@ class Toolchain:
 
     @property
     def version_string(self) -> str:
+        """The compiler as messages and keys name it."""
         return f"NVRTC {self.nvrtc_version[0]}.{self.nvrtc_version[1]}"
 
 

@@ -54,6 +54,7 @@ class TrainConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of one attention head."""
         return self.hidden // self.heads
 
     @property

@@ -43,6 +43,7 @@ class Corpus:
 
     @property
     def size(self) -> int:
+        """Bytes of training and validation text."""
         return self.train.numel() + self.validation.numel()
 
 

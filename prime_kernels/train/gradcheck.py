@@ -31,6 +31,7 @@ class GradientCheck:
 
     @property
     def passed(self) -> bool:
+        """Whether every layer is within the limit."""
         return all(error <= self.limit for errors in self.errors.values() for error in errors)  # NaN fails
 
     def line(self) -> str:

@@ -57,6 +57,7 @@ def choose_backend(requested: str, device: torch.device) -> Backend:
 
 
 def describe_backend(backend: Backend) -> str:
+    """The backend and why it was chosen, for the header of a run."""
     what = (
         "reference (plain torch, not a kernel)" if backend.name == "reference" else f"{backend.name} kernels"
     )

@@ -137,6 +137,8 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
+    """One decoder layer: attention, then router and experts, each behind an RMSNorm and a residual."""
+
     def __init__(self, config: TrainConfig, buffer: SymmBuffer, parallel: Parallel) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden)
@@ -173,6 +175,7 @@ class ByteMoE(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight if self.head is None else self.head.weight)
 
     def moe_layers(self) -> list[MoE]:
+        """The expert layers, first to last."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def expert_parameters(self) -> list[nn.Parameter]:

@@ -54,6 +54,7 @@ class Optimizer:
         return config.learning_rate * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
     def zero_grad(self) -> None:
+        """Forget the gradients of all parameters."""
         zero_gradients(self._parameters)
 
     @torch.no_grad()
@@ -77,6 +78,7 @@ class Optimizer:
 
 
 def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set ``grad`` to None and ``main_grad``, where there is one, to zero."""
     for parameter in parameters:
         parameter.grad = None
         if getattr(parameter, "main_grad", None) is not None:

@@ -21,6 +21,7 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -55,6 +56,7 @@ class Parallel:
 
 
 def environment_rank() -> int:
+    """The rank torchrun gave this process, 0 without it."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -96,5 +98,6 @@ def start(device: torch.device) -> Parallel:
 
 
 def stop(parallel: Parallel) -> None:
+    """Leave the process group, if there is one."""
     if parallel.group is not None:
         dist.destroy_process_group()

@@ -67,6 +67,7 @@ class Trainer:
         self._batches = self._generator(TRAIN_STREAM)
 
     def close(self) -> None:
+        """Give the staging buffer back."""
         self.buffer.destroy()
 
     def total_parameters(self) -> int:
