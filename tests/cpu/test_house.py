@@ -155,7 +155,8 @@ INHERITED = {"forward", "backward", "extra_repr", "find_spec", "create_module", 
 
 
 def is_own_method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return not method.name.startswith("_") and method.name not in INHERITED | protocol_methods()
+    setter = any(getattr(decorator, "attr", "") == "setter" for decorator in method.decorator_list)
+    return not (setter or method.name.startswith("_") or method.name in INHERITED | protocol_methods())
 
 
 @functools.cache
