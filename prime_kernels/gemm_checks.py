@@ -45,7 +45,7 @@ def check_dtypes(name: str, tensors: Mapping[str, tuple[torch.Tensor, torch.dtyp
 
 
 def check_shape(name: str, label: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """ValueError unless ``tensor`` has exactly this shape. ``name`` is the function, ``label`` the argument."""
+    """ValueError unless ``tensor`` has this shape. ``name`` is the function, ``label`` the argument."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: {label} has shape {tuple(tensor.shape)}, needs {shape}")
 
