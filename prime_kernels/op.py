@@ -32,9 +32,9 @@ _INPUTS = (
 )
 _SETTINGS = "SymInt buffer, float? activation_clamp"
 
-# The forward op takes the main_grad tensors only to hand them to the backward op, which adds to them. It writes
-# nothing to `effect`: compilers drop a call that writes nothing and whose results nobody reads. That is how they
-# see a rank without tokens, which would then never reach its peers.
+# The forward op takes the main_grad tensors only to hand them to the backward op, which adds to them.
+# It writes nothing to `effect`: compilers drop a call that writes nothing and whose results nobody reads. So
+# they see a rank without tokens, which would then never reach its peers.
 _FORWARD_SCHEMA = (
     f"({_INPUTS}Tensor? main_gate_up, Tensor? main_down, "
     f"Tensor? main_shared_gate_up, Tensor? main_shared_down, {_SETTINGS}, Tensor(a!) effect) -> Tensor"
