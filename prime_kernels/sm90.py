@@ -15,29 +15,32 @@ from .exchange import (
     DEFAULT_TIMEOUT_SECONDS,
     MAX_RANKS,
     NO_CLAMP,
+    PLAN_ENTRIES_PER_CTA,
     Communicator,
     ExchangeShape,
     FaultBox,
     LaunchParams,
+    PoolMemory,
     Pools,
     Problem,
     Trace,
+    pool_layout,
     region,
 )
 from .forward import sm90_bf16 as forward_kernel
 from .jit import KernelSource
-from .jit.launch import load_kernel
+from .jit.launch import Kernel, load_kernel
 
 ARCH = "sm_90a"
 PLAN_THREADS = 256
 PLAN_WARPS = 8
-PLAN_ENTRIES_PER_CTA = 2048
 MIN_WAVE_TASKS_PER_CLUSTER = 2
 # Dispatch runs ahead by about this much of pool rows, so that they are still in L2 when they are read.
 DISPATCH_LEAD_BYTES = 24 << 20
 TRACE_EVENT_BYTES = 48
 TRACE_CAPACITY = 512
 MATH_WARPGROUPS = 2
+NANOSECONDS = 1e9
 
 
 class PlanParams(ctypes.Structure):
@@ -76,7 +79,8 @@ class Sm90Rank:
         pool_blocks: capacity of the pools in blocks of 128 rows; default: enough for any routing.
         timeout_seconds: how long a kernel waits for a peer.
         trace: compile the kernels with their timeline.
-        backward: whether the pools of the backward are allocated too.
+        pool_memory: where the pools lie; None: memory of their own, allocated now.
+        fault: where faults are recorded; None: a box of its own.
     """
 
     def __init__(
@@ -89,39 +93,64 @@ class Sm90Rank:
         pool_blocks: int | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         trace: bool = False,
-        backward: bool = True,
+        pool_memory: PoolMemory | None = None,
+        fault: FaultBox | None = None,
     ) -> None:
         self.shape, self.rank, self.storage = shape, rank, storage
         self.device = storage.device
-        self.num_ctas = num_sms // CLUSTER_SIZE * CLUSTER_SIZE
-        chunks = max(1, -(-shape.tokens * shape.topk // PLAN_ENTRIES_PER_CTA))
-        blocks = shape.worst_case_pool_blocks() if pool_blocks is None else pool_blocks
-        self.pools = Pools(shape, blocks, chunks, self.device, backward)
-        self.fault = FaultBox()
+        self.pool_blocks = shape.worst_case_pool_blocks() if pool_blocks is None else pool_blocks
+        self._pool_memory = pool_memory or PoolMemory(pool_layout(shape, self.pool_blocks), self.device)
+        self._pools: Pools | None = None
+        if pool_memory is None:
+            self.pools.add_backward()
+        self.fault = fault or FaultBox()
         offsets, _ = shape.symmetric_layout()
         self.comm = Communicator(
             peers=(ctypes.c_uint64 * MAX_RANKS)(*peers),
             at=offsets,
-            timeout_ns=int(timeout_seconds * 1e9),
             rank=rank,
             num_ranks=shape.ranks,
         )
+        self.set_timeout(timeout_seconds)
         self.x = region(storage, offsets.x, (shape.tokens, shape.hidden), torch.bfloat16)
         self.dy = region(storage, offsets.dy, (shape.tokens, shape.hidden), torch.bfloat16)
         self.topk_idx = region(storage, offsets.topk_idx, (shape.tokens, shape.topk), torch.int64)
         self.topk_weights = region(storage, offsets.topk_weights, (shape.tokens, shape.topk), torch.float32)
-        self.min_wave_tasks = MIN_WAVE_TASKS_PER_CLUSTER * self.num_ctas // CLUSTER_SIZE
-        self.dispatch_lead = max(self.num_ctas, DISPATCH_LEAD_BYTES // (BLOCK_M * shape.hidden * 2))
+        self.use_sms(num_sms)
         lines = self.num_ctas * MATH_WARPGROUPS if trace else 0
         self.trace_events = torch.zeros(lines, TRACE_CAPACITY, TRACE_EVENT_BYTES, dtype=torch.uint8, device=self.device)
         self.trace_counts = torch.zeros(lines, dtype=torch.int32, device=self.device)
         self._count = load_kernel(plan_source("route_plan_count"), self.device)
         self._place = load_kernel(plan_source("route_plan_place"), self.device)
-        self.forward_kernel = load_kernel(forward_kernel.source(shape.hidden, shape.intermediate, trace), self.device)
-        if backward:
-            self.backward_kernel = load_kernel(
-                backward_kernel.source(shape.hidden, shape.intermediate, trace), self.device
-            )
+        self._trace = trace
+
+    @property
+    def pools(self) -> Pools:
+        """Allocated at the first use."""
+        if self._pools is None:
+            self._pools = Pools(self.shape, self.pool_blocks, self._pool_memory)
+        return self._pools
+
+    def use_sms(self, num_sms: int) -> None:
+        """The SMs of the launches from now on."""
+        self.num_ctas = num_sms // CLUSTER_SIZE * CLUSTER_SIZE
+        self.min_wave_tasks = MIN_WAVE_TASKS_PER_CLUSTER * self.num_ctas // CLUSTER_SIZE
+        self.dispatch_lead = max(self.num_ctas, DISPATCH_LEAD_BYTES // (BLOCK_M * self.shape.hidden * 2))
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long the launches from now on wait for a peer."""
+        self.comm.timeout_ns = int(seconds * NANOSECONDS)
+        self.fault.timeout_seconds = seconds
+
+    def forward_kernel(self, clamped: bool) -> Kernel:
+        """The forward kernel with or without a limit in SwiGLU; compiled at the first call."""
+        source = forward_kernel.source(self.shape.hidden, self.shape.intermediate, clamped, self._trace)
+        return load_kernel(source, self.device)
+
+    def backward_kernel(self, clamped: bool) -> Kernel:
+        """The backward kernel with or without a limit in SwiGLU; compiled at the first call."""
+        source = backward_kernel.source(self.shape.hidden, self.shape.intermediate, clamped, self._trace)
+        return load_kernel(source, self.device)
 
     def route_plan(self, num_tokens: int) -> None:
         """Sort this rank's (token, slot) entries by expert, count the call, and zero the counters of the coming launch."""
@@ -182,6 +211,7 @@ class Sm90Rank:
         accumulate: bool = False,
     ) -> None:
         """Gradients of the staged tokens and dy; asynchronous. Faults surface in :meth:`check`."""
+        self.pools.add_backward()
         self.route_plan(dx.shape[0])
         backward_kernel.launch(self, dx, dw1, dw2, dtopk, l1, l2, clamp, accumulate)
 

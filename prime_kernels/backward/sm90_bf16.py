@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..exchange import BLOCK_M, CLUSTER_SIZE, LaunchParams
+from ..exchange import CLUSTER_SIZE, LaunchParams
 from ..forward.sm90_bf16 import ARCH, ATOM, SHARED_BYTES, SWIZZLE_BYTES, THREADS, WEIGHT_BOX_ROWS
 from ..jit import KernelSource
 from ..jit.tensormap import TENSOR_MAP_BYTES, tensor_map
@@ -16,7 +16,7 @@ from ..jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 if TYPE_CHECKING:
     from ..sm90 import Sm90Rank
 
-NUM_MAPS = 11
+NUM_MAPS = 9
 
 
 class WeightGradient(ctypes.Structure):
@@ -49,9 +49,9 @@ class BackwardParams(ctypes.Structure):
 Maps = ctypes.c_uint8 * (NUM_MAPS * TENSOR_MAP_BYTES)
 
 
-def source(hidden: int, intermediate: int, trace: bool = False) -> KernelSource:
-    """The kernel for one (H, I); everything else is an argument."""
-    config = f"prime_kernels::BackwardConfig<{hidden}, {intermediate}, {str(trace).lower()}>"
+def source(hidden: int, intermediate: int, clamped: bool = False, trace: bool = False) -> KernelSource:
+    """The kernel for one (H, I), with or without a limit in SwiGLU; everything else is an argument."""
+    config = f"prime_kernels::BackwardConfig<{hidden}, {intermediate}, {str(clamped).lower()}, {str(trace).lower()}>"
     return KernelSource(
         "backward_sm90_bf16",
         "#include <prime_kernels/backward_sm90_bf16.cuh>\n",
@@ -70,9 +70,6 @@ def _tensor_maps(rank: Sm90Rank, l1: Tensor, l2: Tensor) -> Maps:  # type: ignor
     """In the order of ``BackwardMaps``."""
     pools = rank.pools
 
-    def rows(pool: Tensor) -> bytes:
-        return bytes(tensor_map(pool, (BLOCK_M, ATOM), swizzle=SWIZZLE_BYTES))
-
     def tile(pool: Tensor) -> bytes:
         return bytes(tensor_map(pool, (ATOM, ATOM), swizzle=SWIZZLE_BYTES))
 
@@ -80,15 +77,13 @@ def _tensor_maps(rank: Sm90Rank, l1: Tensor, l2: Tensor) -> Maps:  # type: ignor
         return bytes(tensor_map(matrices, (1, ATOM, ATOM), swizzle=SWIZZLE_BYTES))
 
     return Maps.from_buffer_copy(
-        rows(pools.x)
-        + rows(pools.dy)
-        + rows(pools.dz)
+        tile(pools.x)
+        + tile(pools.dy)
+        + tile(pools.dz)
+        + tile(pools.activations)
         + bytes(tensor_map(l1, (1, WEIGHT_BOX_ROWS, ATOM), swizzle=SWIZZLE_BYTES))
         + columns(l1)
         + columns(l2)
-        + tile(pools.dz)
-        + tile(pools.activations)
-        + tile(pools.dy)
         + columns(pools.x.unsqueeze(0))
         + columns(pools.activations.unsqueeze(0))
     )
@@ -125,4 +120,4 @@ def launch(
         dw=(WeightGradient * 2)(_weight_gradient(dw2, accumulate), _weight_gradient(dw1, accumulate)),
     )
     maps = _tensor_maps(rank, l1, l2)
-    rank.backward_kernel.launch(rank.num_ctas, THREADS, (params, maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)
+    rank.backward_kernel(clamp is not None).launch(rank.num_ctas, THREADS, (params, maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..exchange import BLOCK_M, CLUSTER_SIZE, LaunchParams
+from ..exchange import CLUSTER_SIZE, LaunchParams
 from ..jit import KernelSource
 from ..jit.tensormap import tensor_map
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 THREADS = 384
-SHARED_BYTES = 231432  # sizeof(SharedMap) in tiles.cuh
+SHARED_BYTES = 231472  # sizeof(SharedMap) in tiles.cuh
 ATOM = 64  # bf16 elements of a swizzled row: the inner box of every map
 SWIZZLE_BYTES = 128
 WEIGHT_BOX_ROWS = 128  # each CTA of a cluster loads this part of the weight tile for both
@@ -33,9 +33,9 @@ class ForwardParams(ctypes.Structure):
     ]
 
 
-def source(hidden: int, intermediate: int, trace: bool = False) -> KernelSource:
-    """The kernel for one (H, I); everything else is an argument."""
-    config = f"prime_kernels::ForwardConfig<{hidden}, {intermediate}, {str(trace).lower()}>"
+def source(hidden: int, intermediate: int, clamped: bool = False, trace: bool = False) -> KernelSource:
+    """The kernel for one (H, I), with or without a limit in SwiGLU; everything else is an argument."""
+    config = f"prime_kernels::ForwardConfig<{hidden}, {intermediate}, {str(clamped).lower()}, {str(trace).lower()}>"
     return KernelSource(
         "forward_sm90_bf16",
         "#include <prime_kernels/forward_sm90_bf16.cuh>\n",
@@ -62,10 +62,9 @@ def launch(
         recv_stats=0 if recv_stats is None else recv_stats.data_ptr(),
     )
     maps = (
-        tensor_map(pools.x, (BLOCK_M, ATOM), swizzle=SWIZZLE_BYTES),
+        tensor_map(pools.x, (ATOM, ATOM), swizzle=SWIZZLE_BYTES),
         tensor_map(l1, (1, WEIGHT_BOX_ROWS, ATOM), swizzle=SWIZZLE_BYTES),
-        tensor_map(pools.activations, (BLOCK_M, ATOM), swizzle=SWIZZLE_BYTES),
         tensor_map(pools.activations, (ATOM, ATOM), swizzle=SWIZZLE_BYTES),
         tensor_map(l2, (1, WEIGHT_BOX_ROWS, ATOM), swizzle=SWIZZLE_BYTES),
     )
-    rank.forward_kernel.launch(rank.num_ctas, THREADS, (params, *maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)
+    rank.forward_kernel(clamp is not None).launch(rank.num_ctas, THREADS, (params, *maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)

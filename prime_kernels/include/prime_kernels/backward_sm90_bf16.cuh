@@ -13,8 +13,9 @@
 
 namespace prime_kernels {
 
-template <uint32_t kHidden_, uint32_t kIntermediate_, bool kTrace_ = false>
+template <uint32_t kHidden_, uint32_t kIntermediate_, bool kClamped_ = false, bool kTrace_ = false>
 struct BackwardConfig {
+    static constexpr bool kClamped = kClamped_;
     static constexpr bool kTrace = kTrace_;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kIntermediate = kIntermediate_;
@@ -35,12 +36,10 @@ struct BackwardConfig {
     static_assert(kIntermediate % kGradColumns == 0, "I must be a multiple of 128");
 };
 
-// Tiles that TMA moves. "rows": K-major boxes of rows x 64 columns. "tile": 64 x 64 boxes, for stores and for MN-major A.
-// "columns": the same as three-dimensional multicast B.
+// Tiles that TMA moves. "tile": 64 x 64 of a pool; "rows": 128 x 64 of weights, K-major; "columns": 64 x 64, for MN-major B.
 struct BackwardMaps {
-    cute::TmaDescriptor x_rows, dy_rows, dz_rows;
+    cute::TmaDescriptor x_tile, dy_tile, dz_tile, activation_tile;
     cute::TmaDescriptor w13_rows, w13_columns, w2_columns;
-    cute::TmaDescriptor dz_tile, activation_tile, dy_tile;
     cute::TmaDescriptor x_columns, activation_columns;
 };
 
@@ -58,63 +57,66 @@ struct BackwardProducer {
     const LaunchParams& launch;
     const BackwardMaps& maps;
     Producer& producer;
-    uint32_t cta_in_cluster;
+    TaskClaims& claims;
 
     __device__ __forceinline__ void gradient_inputs(const CtaTask& own) {
-        const uint32_t row = own.pool_block * kBlockM;
-        const uint32_t bytes_a = own.rows > 0 ? kBytesA : 0;
-        if (own.rows > 0) wait_counter(launch, Counters{launch}.rows_dispatched(own.pool_block), kBlockM, kFaultDispatchRows);
+        constexpr uint32_t kDepth = Config::kHiddenDepth, kAtoms = Config::kGradColumns / kAtom;
+        const uint32_t row = own.pool_block * kBlockM, column = own.n_block * Config::kGradColumns;
+        const bool splits_n = own.splits_n, with_b = not splits_n or own.rows > 0;
+        wait_counter(launch, Counters{launch}.rows_dispatched(own.pool_block), kBlockM, kFaultDispatchRows);
         ptx::fence_proxy_async();
-        // CTA 0 loads the gate rows of the weights and CTA 1 the up rows.
-        const uint32_t w13_row = own.n_block * Config::kGradColumns + cta_in_cluster * Config::kIntermediate;
-        for (uint32_t k_block = 0; k_block < Config::kHiddenDepth; ++k_block, producer.advance()) {
-            Barrier& full = producer.acquire(bytes_a + kBytesB);
-            if (own.rows > 0) producer.load_a(&maps.x_rows, full, k_block * kBlockK, row);
-            producer.load_b(&maps.w13_rows, full, k_block * kBlockK, w13_row, own.expert);
+        for (uint32_t k_block = 0; k_block < kDepth; ++k_block, producer.advance()) {
+            Barrier& full = producer.acquire(kBytesA + (with_b ? kBytesB : 0));
+            producer.load_a(&maps.x_tile, full, k_block * kBlockK, row, splits_n);
+            if (with_b) producer.load_b(&maps.w13_rows, full, k_block * kBlockK, column, column + Config::kIntermediate, own.expert, splits_n);
         }
-        for (uint32_t k_block = 0; k_block < Config::kHiddenDepth; ++k_block, producer.advance()) {
-            Barrier& full = producer.acquire(bytes_a + Config::kGradColumns / kAtom * kAtomBytes);
-            if (own.rows > 0) producer.load_a(&maps.dy_rows, full, k_block * kBlockK, row);
-            producer.load_b_transposed<Config::kGradColumns / kAtom / kClusterSize>(
-                &maps.w2_columns, full, own.n_block * Config::kGradColumns, k_block * kBlockK, own.expert);
+        for (uint32_t k_block = 0; k_block < kDepth; ++k_block, producer.advance()) {
+            claims.tick(kDepth - k_block);
+            Barrier& full = producer.acquire(kBytesA + (with_b ? kAtoms * kAtomBytes : 0));
+            producer.load_a(&maps.dy_tile, full, k_block * kBlockK, row, splits_n);
+            if (with_b) producer.load_b_transposed<kAtoms>(&maps.w2_columns, full, column, k_block * kBlockK, own.expert, splits_n);
         }
     }
 
     __device__ __forceinline__ void dx_inputs(const CtaTask& own) {
-        const uint32_t bytes_a = own.rows > 0 ? kBytesA : 0;
-        if (own.rows > 0) wait_counter(launch, Counters{launch}.tiles_done(own.pool_block), Config::kGradBlocks, kFaultActivationRows);
+        const bool splits_n = own.splits_n, with_b = not splits_n or own.rows > 0;
+        wait_counter(launch, Counters{launch}.tiles_done(own.pool_block), Config::kGradBlocks, kFaultActivationRows);
         ptx::fence_proxy_async();
         for (uint32_t k_block = 0; k_block < Config::kDzDepth; ++k_block, producer.advance()) {
-            Barrier& full = producer.acquire(bytes_a + kBytesB);
-            if (own.rows > 0) producer.load_a(&maps.dz_rows, full, k_block * kBlockK, own.pool_block * kBlockM);
-            producer.load_b_transposed<kBlockN / kAtom / kClusterSize>(&maps.w13_columns, full, own.n_block * kBlockN, k_block * kBlockK, own.expert);
+            claims.tick(Config::kDzDepth - k_block);
+            Barrier& full = producer.acquire(kBytesA + (with_b ? kBytesB : 0));
+            producer.load_a(&maps.dz_tile, full, k_block * kBlockK, own.pool_block * kBlockM, splits_n);
+            if (with_b) producer.load_b_transposed<kBlockN / kAtom>(&maps.w13_columns, full, own.n_block * kBlockN, k_block * kBlockK, own.expert, splits_n);
         }
     }
 
     __device__ __forceinline__ void weight_inputs(const CtaTask& own, const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* b_map) {
-        const uint32_t blocks = ceil_div(own.rows, kBlockM);
+        const uint32_t blocks = ceil_div(own.rows, kBlockM), depth = ceil_div(own.rows, kBlockK);
         wait_counter(launch, Counters{launch}.expert_done(own.expert), blocks * Config::kGradBlocks, kFaultActivationRows);
         ptx::fence_proxy_async();
-        for (uint32_t k_block = 0; k_block < ceil_div(own.rows, kBlockK); ++k_block, producer.advance()) {
+        for (uint32_t k_block = 0; k_block < depth; ++k_block, producer.advance()) {
+            claims.tick(depth - k_block);
             const uint32_t row = own.pool_block * kBlockM + k_block * kBlockK;
             Barrier& full = producer.acquire(kBytesA + kBytesB);
             producer.load_a_transposed(a_map, full, own.m_block * kBlockM, row);
-            producer.load_b_transposed<kBlockN / kAtom / kClusterSize>(b_map, full, own.n_block * kBlockN, row, 0);
+            producer.load_b_transposed<kBlockN / kAtom>(b_map, full, own.n_block * kBlockN, row, 0, false);
         }
     }
 };
 
 template <typename Config>
 __device__ __forceinline__ void produce(const BackwardParams& params, BackwardOrder& order, const BackwardMaps& maps) {
+    const LaunchParams& launch = params.launch;
     shape_backward(order.shapes, Config::kBlocks, params.dw[0].data != nullptr, params.dw[1].data != nullptr);
-    order.init(expert_rows(params.launch.comm), params.launch.problem.min_wave_tasks);
+    order.init(expert_rows(launch.comm), launch.problem.min_wave_tasks);
     const uint32_t cta_in_cluster = cute::block_rank_in_cluster();
     Producer producer{cta_in_cluster};
-    BackwardProducer<Config> inputs{params.launch, maps, producer, cta_in_cluster};
+    TaskClaims claims{Counters{launch}.next_task(), cta_in_cluster};
+    BackwardProducer<Config> inputs{launch, maps, producer, claims};
     TaskWriter writer;
     Task task;
-    for (uint32_t index = cluster_index(); order.seek(index, task); index += num_clusters()) {
-        CtaTask own = cta_task(task, task.phase <= kDx, cta_in_cluster);
+    while (order.seek(claims.take(), task)) {
+        CtaTask own = cta_task(task, task.phase <= kDx, order.shapes[task.phase].n_blocks, cta_in_cluster);
         own.pushes_over = order.passed(kDx);
         writer.put(own);
         if (own.phase == kGrad) inputs.gradient_inputs(own);
@@ -171,14 +173,13 @@ __device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, 
         for (uint32_t pair = 0; pair < kGroupsPerTile * 2; ++pair) {
             const uint32_t at = first + pair * 2, lower = pair % 2;
             const uint32_t g = ptx::pack_bf16(z[at], z[at + 1]), u = ptx::pack_bf16(z[kUp + at], z[kUp + at + 1]);
-            float g0 = ptx::bf16_low(g), g1 = ptx::bf16_high(g), u0 = ptx::bf16_low(u), u1 = ptx::bf16_high(u);
-            float d0 = da[at], d1 = da[at + 1], s0, s1;
-            sigmoid_pair(fminf(g0, limit), fminf(g1, limit), s0, s1);
-            swiglu_backward(g0, u0, d0, s0, weights[lower], limit, dtopk[lower]);
-            swiglu_backward(g1, u1, d1, s1, weights[lower], limit, dtopk[lower]);
-            dgate[pair] = ptx::pack_bf16(g0, g1);
-            dup[pair] = ptx::pack_bf16(u0, u1);
-            weighted[pair] = ptx::pack_bf16(d0, d1);
+            const SwigluGrads even = swiglu_backward<Config::kClamped>(ptx::bf16_low(g), ptx::bf16_low(u), z[at], z[kUp + at], da[at],
+                                                                       weights[lower], limit, dtopk[lower]);
+            const SwigluGrads odd = swiglu_backward<Config::kClamped>(ptx::bf16_high(g), ptx::bf16_high(u), z[at + 1], z[kUp + at + 1], da[at + 1],
+                                                                      weights[lower], limit, dtopk[lower]);
+            dgate[pair] = ptx::pack_bf16(even.dgate, odd.dgate);
+            dup[pair] = ptx::pack_bf16(even.dup, odd.dup);
+            weighted[pair] = ptx::pack_bf16(even.weighted, odd.weighted);
         }
         if (tile + 1 == Config::kGradColumns / kAtom) {
             #pragma unroll
@@ -274,8 +275,10 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
                 weights[lower] = block_row + row < task.rows ? ptx::load_fresh_float(params.weights + pool_row + row) : 0.0f;
             }
             float z[GateUpLoop::kAccumulators], da[DaLoop::kAccumulators];
-            GateUpLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, z);
-            DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da);
+            // One pipeline: da' starts while the last block of z is still under way.
+            const uint32_t last = GateUpLoop::start(stage, Config::kHiddenDepth, warpgroup, lane, z);
+            DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da, last);
+            fence_accumulators(z);
             tracer.mark(2);
             gradient_epilogue<Config>(params, task, output, z, da, weights, pool_row, lane);
         } else if (task.phase == kDx) {
@@ -318,9 +321,11 @@ backward_sm90_bf16(const __grid_constant__ BackwardParams params, const __grid_c
     const uint32_t warp = __shfl_sync(0xffffffff, threadIdx.x / kWarpSize, 0);
     const uint32_t lane = threadIdx.x % kWarpSize;
     begin_exchange(params.launch, nullptr);
+    const DispatchPools pools = {params.pool_x, params.pool_dy, params.weights};
 
     if (warp < kMathWarps) {
         cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
+        dispatch_head<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), blockIdx.x * kMathWarps + warp, lane);
         compute<Config>(params, warp, lane);
         finish_backward<Config>(params, lane);
     } else {
@@ -331,8 +336,7 @@ backward_sm90_bf16(const __grid_constant__ BackwardParams params, const __grid_c
             if (lane == 0) store_gradients<Config>(params.launch, maps);
         } else {
             const uint32_t index = blockIdx.x * kDispatchWarps + warp - kFirstDispatchWarp;
-            const DispatchPools pools = {params.pool_x, params.pool_dy, params.weights};
-            dispatch_rows<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), index,
+            dispatch_rows<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), gridDim.x * kMathWarps, index,
                                                                            gridDim.x * kDispatchWarps, lane);
             if (index == 0) publish_done(params.launch, lane);
             finish_backward<Config>(params, lane);

@@ -54,57 +54,89 @@ struct DispatchPools {
     float* weights;      // fp32 [C]
 };
 
-// The dispatch role of one warp: every `num_warps`-th chunk. `progress` counts, per row block, finished tiles of the phase
-// that reads the rows: a block is fetched when work has begun on the block `lead` before it.
+// `rows` rows from `first_row` of the cursor's expert, by one warp. Publishes them.
 template <bool kBackward, uint32_t kInFlight, uint32_t kRowBytes>
-__device__ __forceinline__ void dispatch_rows(const LaunchParams& launch, const DispatchPools& pools, const ExpertRows& table, uint32_t warp,
-                                              uint32_t num_warps, uint32_t lane) {
+__device__ __forceinline__ void dispatch_piece(const LaunchParams& launch, const DispatchPools& pools, const ExpertRows& table,
+                                               const ExpertCursor& cursor, uint32_t first_row, uint32_t rows, uint32_t lane) {
     const Communicator& comm = launch.comm;
-    const Counters counters{launch};
+    const uint32_t valid = cursor.rows > first_row ? min(rows, cursor.rows - first_row) : 0;
+    const uint64_t pool_row = static_cast<uint64_t>(cursor.pool_block) * kBlockM + first_row;
+    uint64_t source = 0;
+    if (lane < valid) {
+        const RowOrigin origin = find_origin(comm, table, cursor, first_row + lane);
+        launch.origins[pool_row + lane] = origin;
+        source = comm.peers[origin.rank] + static_cast<uint64_t>(origin.entry / launch.problem.num_topk) * kRowBytes;
+        if (kBackward) pools.weights[pool_row + lane] = comm.peer<float>(origin.rank, comm.at.topk_weights)[origin.entry];
+    }
+    #pragma unroll 1
+    for (uint32_t i = 0; i < valid; ++i) {
+        const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffff, source, i));
+        copy_row<kInFlight, kRowBytes>(pools.x + (pool_row + i) * kRowBytes, from + comm.at.x, lane);
+        if (kBackward) copy_row<kInFlight, kRowBytes>(pools.dy + (pool_row + i) * kRowBytes, from + comm.at.dy, lane);
+    }
+    if (kBackward) {
+        #pragma unroll 1
+        for (uint32_t i = valid; i < rows; ++i) {
+            zero_row<kRowBytes>(pools.x + (pool_row + i) * kRowBytes, lane);
+            zero_row<kRowBytes>(pools.dy + (pool_row + i) * kRowBytes, lane);
+        }
+    }
+    // Each lane orders its ordinary stores before the copy engine's reads; then one lane publishes for the warp.
+    ptx::fence_proxy_async();
+    ptx::fence_gpu();
+    __syncwarp();
+    const uint32_t published = kBackward ? rows : valid;
+    if (lane == 0 and published > 0) ptx::add_release_gpu(Counters{launch}.rows_dispatched(cursor.pool_block + first_row / kBlockM), published);
+}
+
+// Chunks of kRowsPerChunk rows, counted over all experts.
+template <bool kBackward>
+struct ChunkWalk {
+    const ExpertRows& table;
     ExpertCursor cursor;
-    cursor.load(table);
     uint32_t begin = 0;  // first chunk of the cursor's expert
-    const auto chunks_here = [&] {
+
+    __device__ __forceinline__ explicit ChunkWalk(const ExpertRows& rows) : table(rows) { cursor.load(table); }
+    __device__ __forceinline__ uint32_t chunks_here() const {
         return kBackward ? cursor.blocks() * (kBlockM / kRowsPerChunk) : ceil_div(cursor.rows, kRowsPerChunk);
-    };
-    for (uint32_t chunk = warp; ; chunk += num_warps) {
+    }
+    // Moves to the expert of `chunk` (rising), or false behind the last.
+    __device__ __forceinline__ bool seek(uint32_t chunk) {
         while (cursor.expert < table.num_experts and chunk - begin >= chunks_here()) {
             begin += chunks_here();
             cursor.step(table);
         }
-        if (cursor.expert >= table.num_experts) return;
+        return cursor.expert < table.num_experts;
+    }
+    __device__ __forceinline__ uint32_t first_row(uint32_t chunk) const { return (chunk - begin) * kRowsPerChunk; }
+};
 
-        const uint32_t first_row = (chunk - begin) * kRowsPerChunk;
-        const uint32_t block = cursor.pool_block + first_row / kBlockM;
-        if (block >= launch.problem.dispatch_lead)
-            wait_counter(launch, counters.tiles_done(block - launch.problem.dispatch_lead), 1, kFaultActivationRows);
-        const uint32_t valid = cursor.rows > first_row ? min(kRowsPerChunk, cursor.rows - first_row) : 0;
-        const uint64_t pool_row = static_cast<uint64_t>(cursor.pool_block) * kBlockM + first_row;
-        uint64_t source = 0;
-        if (lane < valid) {
-            const RowOrigin origin = find_origin(comm, table, cursor, first_row + lane);
-            launch.origins[pool_row + lane] = origin;
-            source = comm.peers[origin.rank] + static_cast<uint64_t>(origin.entry / launch.problem.num_topk) * kRowBytes;
-            if (kBackward) pools.weights[pool_row + lane] = comm.peer<float>(origin.rank, comm.at.topk_weights)[origin.entry];
-        }
-        #pragma unroll 1
-        for (uint32_t i = 0; i < valid; ++i) {
-            const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffff, source, i));
-            copy_row<kInFlight, kRowBytes>(pools.x + (pool_row + i) * kRowBytes, from + comm.at.x, lane);
-            if (kBackward) copy_row<kInFlight, kRowBytes>(pools.dy + (pool_row + i) * kRowBytes, from + comm.at.dy, lane);
-        }
-        if (kBackward) {
-            #pragma unroll 1
-            for (uint32_t i = valid; i < kRowsPerChunk; ++i) {
-                zero_row<kRowBytes>(pools.x + (pool_row + i) * kRowBytes, lane);
-                zero_row<kRowBytes>(pools.dy + (pool_row + i) * kRowBytes, lane);
-            }
-        }
-        // Each lane orders its ordinary stores before the copy engine's reads; then one lane publishes for the warp.
-        ptx::fence_proxy_async();
-        ptx::fence_gpu();
-        __syncwarp();
-        if (lane == 0) ptx::add_release_gpu(counters.rows_dispatched(block), kBackward ? kRowsPerChunk : valid);
+// At the start nobody has anything to do yet: the math warps fetch the first rows together, a few each.
+constexpr uint32_t kHeadRows = 8;
+
+template <bool kBackward, uint32_t kInFlight, uint32_t kRowBytes>
+__device__ __forceinline__ void dispatch_head(const LaunchParams& launch, const DispatchPools& pools, const ExpertRows& table,
+                                              uint32_t warp, uint32_t lane) {
+    constexpr uint32_t kPieces = kRowsPerChunk / kHeadRows;
+    ChunkWalk<kBackward> walk(table);
+    const uint32_t chunk = warp / kPieces;
+    if (walk.seek(chunk))
+        dispatch_piece<kBackward, kInFlight, kRowBytes>(launch, pools, table, walk.cursor, walk.first_row(chunk) + warp % kPieces * kHeadRows,
+                                                        kHeadRows, lane);
+}
+
+// The dispatch role of one warp: every `num_warps`-th chunk behind the head. A block is fetched when the phase that reads
+// the rows has finished a tile of the block `dispatch_lead` before it.
+template <bool kBackward, uint32_t kInFlight, uint32_t kRowBytes>
+__device__ __forceinline__ void dispatch_rows(const LaunchParams& launch, const DispatchPools& pools, const ExpertRows& table, uint32_t head_warps,
+                                              uint32_t warp, uint32_t num_warps, uint32_t lane) {
+    ChunkWalk<kBackward> walk(table);
+    const uint32_t lead = launch.problem.dispatch_lead;
+    for (uint32_t chunk = head_warps / (kRowsPerChunk / kHeadRows) + warp; walk.seek(chunk); chunk += num_warps) {
+        const uint32_t first_row = walk.first_row(chunk);
+        const uint32_t block = walk.cursor.pool_block + first_row / kBlockM;
+        if (block >= lead) wait_counter(launch, Counters{launch}.tiles_done(block - lead), 1, kFaultActivationRows);
+        dispatch_piece<kBackward, kInFlight, kRowBytes>(launch, pools, table, walk.cursor, first_row, kRowsPerChunk, lane);
     }
 }
 

@@ -16,9 +16,6 @@ constexpr uint32_t kFirstDispatchWarp = kMathWarps + 2;
 constexpr uint32_t kDispatchWarps = 2;
 constexpr uint32_t kThreads = kMathThreads + kAuxWarps * kWarpSize;
 
-__device__ __forceinline__ uint32_t cluster_index() { return blockIdx.x / kClusterSize; }
-__device__ __forceinline__ uint32_t num_clusters() { return gridDim.x / kClusterSize; }
-
 __device__ __forceinline__ ExpertRows expert_rows(const Communicator& comm) {
     return {shared_map().rows, shared_map().num_experts, comm.num_ranks};
 }
@@ -36,6 +33,7 @@ __device__ __forceinline__ void begin_exchange(const LaunchParams& launch, int32
         OperandRing::init();
         init_task_ring();
         init_output_tiles();
+        init_claims();
         shared_map().num_experts = num_experts;
         cutlass::arch::fence_barrier_init();
     }

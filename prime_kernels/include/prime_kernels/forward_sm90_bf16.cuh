@@ -15,8 +15,9 @@ namespace prime_kernels {
 
 constexpr uint32_t kActivationColumns = 128;  // an L1 tile: 128 gate and 128 up columns
 
-template <uint32_t kHidden_, uint32_t kIntermediate_, bool kTrace_ = false>
+template <uint32_t kHidden_, uint32_t kIntermediate_, bool kClamped_ = false, bool kTrace_ = false>
 struct ForwardConfig {
+    static constexpr bool kClamped = kClamped_;
     static constexpr bool kTrace = kTrace_;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kIntermediate = kIntermediate_;
@@ -39,35 +40,35 @@ static_assert(sizeof(ForwardOrder) <= sizeof(SharedMap::order), "The order must 
 // --- Producer -----------------------------------------------------------------------------------------------------
 
 template <typename Config>
-__device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder& order,
-                                        const cute::TmaDescriptor* x_map, const cute::TmaDescriptor* w1_map,
-                                        const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* w2_map) {
+__device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder& order, const cute::TmaDescriptor* x_map,
+                                        const cute::TmaDescriptor* w1_map, const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* w2_map) {
     shape_forward(order.shapes, Config::kL1Blocks, Config::kL2Blocks);
     order.init(expert_rows(launch.comm), launch.problem.min_wave_tasks);
     const uint32_t cta_in_cluster = cute::block_rank_in_cluster();
     Producer producer{cta_in_cluster};
+    TaskClaims claims{Counters{launch}.next_task(), cta_in_cluster};
     TaskWriter writer;
     Task task;
-    for (uint32_t index = cluster_index(); order.seek(index, task); index += num_clusters()) {
-        const CtaTask own = cta_task(task, true, cta_in_cluster);
+    while (order.seek(claims.take(), task)) {
+        const CtaTask own = cta_task(task, true, order.shapes[task.phase].n_blocks, cta_in_cluster);
         writer.put(own);
-        const bool is_l1 = own.phase == kForwardL1;
+        const bool is_l1 = own.phase == kForwardL1, splits_n = own.splits_n;
         const cute::TmaDescriptor* a_operand = is_l1 ? x_map : a_map;
         const cute::TmaDescriptor* b_operand = is_l1 ? w1_map : w2_map;
         const uint32_t depth = is_l1 ? Config::kL1Depth : Config::kL2Depth;
-        // L1: CTA 0 loads the gate rows and CTA 1 the up rows of the natural layout; L2: each half of the tile.
-        const uint32_t b_row = is_l1 ? own.n_block * kActivationColumns + cta_in_cluster * Config::kIntermediate
-                                     : own.n_block * kBlockN + cta_in_cluster * (kBlockN / kClusterSize);
-        const uint32_t bytes = kBytesB + (own.rows > 0 ? kBytesA : 0);
-        if (own.rows > 0) {
-            if (is_l1) wait_counter(launch, Counters{launch}.rows_dispatched(own.pool_block), own.rows, kFaultDispatchRows);
-            else wait_counter(launch, Counters{launch}.tiles_done(own.pool_block), Config::kL1Blocks, kFaultActivationRows);
-            ptx::fence_proxy_async();
-        }
+        // L1: gate rows and up rows of the natural layout; L2: the two halves of the tile.
+        const uint32_t rows0 = own.n_block * (is_l1 ? kActivationColumns : kBlockN);
+        const uint32_t rows1 = rows0 + (is_l1 ? Config::kIntermediate : kBlockN / 2);
+        const bool with_b = not splits_n or own.rows > 0;
+        const uint32_t bytes = kBytesA + (with_b ? kBytesB : 0);
+        if (is_l1) wait_counter(launch, Counters{launch}.rows_dispatched(own.pool_block), task_rows(task, own), kFaultDispatchRows);
+        else wait_counter(launch, Counters{launch}.tiles_done(own.pool_block), Config::kL1Blocks, kFaultActivationRows);
+        ptx::fence_proxy_async();
         for (uint32_t k_block = 0; k_block < depth; ++k_block, producer.advance()) {
+            claims.tick(depth - k_block);
             Barrier& full = producer.acquire(bytes);
-            if (own.rows > 0) producer.load_a(a_operand, full, k_block * kBlockK, own.pool_block * kBlockM);
-            producer.load_b(b_operand, full, k_block * kBlockK, b_row, own.expert);
+            producer.load_a(a_operand, full, k_block * kBlockK, own.pool_block * kBlockM, splits_n);
+            if (with_b) producer.load_b(b_operand, full, k_block * kBlockK, rows0, rows1, own.expert, splits_n);
         }
     }
     writer.put({kNoMoreTasks});
@@ -76,14 +77,14 @@ __device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder
 
 // --- Store --------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void store_activations(const LaunchParams& launch, const cute::TmaDescriptor* a_store_map) {
+__device__ __forceinline__ void store_activations(const LaunchParams& launch, const cute::TmaDescriptor* a_map) {
     TaskReader reader;
     uint32_t uses = 0;
     for (; reader.next(); reader.done(true)) {
         const CtaTask& task = reader.task();
         if (task.phase != kForwardL1 or task.rows == 0) continue;
         store_tiles<kActivationColumns / kAtom>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
-            cute::SM90_TMA_STORE_2D::copy(a_store_map, shared, task.n_block * kActivationColumns + tile * kAtom,
+            cute::SM90_TMA_STORE_2D::copy(a_map, shared, task.n_block * kActivationColumns + tile * kAtom,
                                           task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
         });
         ptx::fence_proxy_async();
@@ -132,7 +133,7 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
             for (uint32_t tile = 0; tile < kActivationColumns / kAtom; ++tile)
                 output.put_tile([&](uint32_t group, uint32_t lower) {
                     const uint32_t at = (tile * kGroupsPerTile + group) * 4 + lower * 2;
-                    return swiglu_pair(acc[at], acc[at + 1], acc[kUp + at], acc[kUp + at + 1], limit);
+                    return swiglu_pair<Config::kClamped>(acc[at], acc[at + 1], acc[kUp + at], acc[kUp + at + 1], limit);
                 });
         } else {
             output.store_rows<kBlockN>(acc, slot, kBlockN);
@@ -155,13 +156,15 @@ template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1)
 forward_sm90_bf16(const __grid_constant__ ForwardParams params, const __grid_constant__ cute::TmaDescriptor x_map,
                   const __grid_constant__ cute::TmaDescriptor w1_map, const __grid_constant__ cute::TmaDescriptor a_map,
-                  const __grid_constant__ cute::TmaDescriptor a_store_map, const __grid_constant__ cute::TmaDescriptor w2_map) {
+                  const __grid_constant__ cute::TmaDescriptor w2_map) {
     const uint32_t warp = __shfl_sync(0xffffffff, threadIdx.x / kWarpSize, 0);
     const uint32_t lane = threadIdx.x % kWarpSize;
     begin_exchange(params.launch, params.recv_stats);
+    const DispatchPools pools = {params.pool_x, nullptr, nullptr};
 
     if (warp < kMathWarps) {
         cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
+        dispatch_head<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), blockIdx.x * kMathWarps + warp, lane);
         compute<Config>(params, warp, lane);
         finish_forward<Config>(params, lane);
     } else {
@@ -170,11 +173,10 @@ forward_sm90_bf16(const __grid_constant__ ForwardParams params, const __grid_con
             if (lane == 0)
                 produce<Config>(params.launch, *reinterpret_cast<ForwardOrder*>(shared_map().order), &x_map, &w1_map, &a_map, &w2_map);
         } else if (warp == kStoreWarp) {
-            if (lane == 0) store_activations(params.launch, &a_store_map);
+            if (lane == 0) store_activations(params.launch, &a_map);
         } else {
             const uint32_t index = blockIdx.x * kDispatchWarps + warp - kFirstDispatchWarp;
-            const DispatchPools pools = {params.pool_x, nullptr, nullptr};
-            dispatch_rows<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), index,
+            dispatch_rows<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), gridDim.x * kMathWarps, index,
                                                                            gridDim.x * kDispatchWarps, lane);
             if (index == 0) publish_done(params.launch, lane);
             finish_forward<Config>(params, lane);

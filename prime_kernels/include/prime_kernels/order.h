@@ -12,8 +12,9 @@
 
 namespace prime_kernels {
 
-// Rows are counted in blocks of kBlockM; a cluster of kClusterSize CTAs takes that many neighbouring blocks of one expert
-// and shares (multicasts) the other operand.
+// Rows are counted in blocks of kBlockM. A cluster of kClusterSize CTAs takes that many neighbouring blocks of one expert
+// and shares (multicasts) the other operand. An expert's odd last block is split the other way: the cluster shares the
+// rows and each CTA takes its own n block.
 constexpr uint32_t kBlockM = 128;
 constexpr uint32_t kClusterSize = 2;
 
@@ -40,7 +41,6 @@ struct ExpertCursor {
 
     PK_HOST_DEVICE void load(const ExpertRows& table) { rows = expert < table.num_experts ? table.total(expert) : 0; }
     PK_HOST_DEVICE uint32_t blocks() const { return ceil_div(rows, kBlockM); }
-    PK_HOST_DEVICE uint32_t block_groups() const { return ceil_div(blocks(), kClusterSize); }
     PK_HOST_DEVICE void step(const ExpertRows& table) {
         pool_block += blocks();
         ++expert;
@@ -61,8 +61,9 @@ struct Task {
     uint32_t expert;
     uint32_t rows;         // of this expert
     uint32_t pool_block;   // first row block of this expert in the pool
-    uint32_t block_group;  // which kClusterSize blocks, along rows or along the gradient's first dimension
-    uint32_t n_block;
+    uint32_t block;        // first of the cluster's blocks, along rows or along the gradient's first dimension
+    uint32_t n_block;      // first of the cluster's n blocks
+    uint32_t splits_n;     // the cluster shares `block` and takes n blocks n_block, n_block + 1, ... (those that exist)
 };
 
 // Waves of experts, several phases deep. A wave is a run of experts with at least `min_wave_tasks` tasks of phase 0. Step i
@@ -103,13 +104,15 @@ struct WaveOrder {
             enter();
         }
         const ExpertCursor& cursor = cursors[phase];
-        const uint32_t local = task - begin;
+        const uint32_t local = task - begin, n_blocks = shapes[phase].n_blocks;
+        const uint32_t groups = shapes[phase].by_rows ? cursor.blocks() / kClusterSize : shapes[phase].m_groups;
         out.phase = phase;
         out.expert = cursor.expert;
         out.rows = cursor.rows;
         out.pool_block = cursor.pool_block;
-        out.block_group = local / shapes[phase].n_blocks;
-        out.n_block = local % shapes[phase].n_blocks;
+        out.splits_n = local >= groups * n_blocks;
+        out.block = kClusterSize * (out.splits_n ? groups : local / n_blocks);
+        out.n_block = out.splits_n ? kClusterSize * (local - groups * n_blocks) : local % n_blocks;
         return true;
     }
 
@@ -124,7 +127,9 @@ private:
     }
     PK_HOST_DEVICE uint32_t tasks_here() const {
         const PhaseShape& shape = shapes[phase];
-        return (shape.by_rows ? cursors[phase].block_groups() : shape.m_groups) * shape.n_blocks;
+        if (not shape.by_rows) return shape.m_groups * shape.n_blocks;
+        const uint32_t blocks = cursors[phase].blocks();
+        return blocks / kClusterSize * shape.n_blocks + blocks % kClusterSize * ceil_div(shape.n_blocks, kClusterSize);
     }
     // The expert at which phase `phase` stops in this step.
     PK_HOST_DEVICE bool more_here() const {
@@ -160,6 +165,8 @@ PK_HOST_DEVICE void shape_forward(PhaseShape (&shapes)[kForwardPhases], uint32_t
     shapes[kForwardL1] = {true, 0, l1_blocks, 0};
     shapes[kForwardL2] = {true, 0, l2_blocks, 1};
 }
+
+static_assert(kClusterSize == 2, "An odd last block is one block");
 
 // Backward: kGrad recomputes gate and up, takes da' and writes dz and w*a; kDx returns rows to their owners; the weight
 // gradients depend on local data only and come one wave later still: they are what runs while dx rows are on the wire.

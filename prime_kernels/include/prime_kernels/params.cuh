@@ -140,6 +140,7 @@ struct Counters {
     __device__ __forceinline__ uint32_t* abort() const { return launch.counters; }
     __device__ __forceinline__ uint32_t* pushers_done() const { return launch.counters + 1; }  // warpgroups that have pushed all
     __device__ __forceinline__ uint32_t* next_token() const { return launch.counters + 2; }    // of combine
+    __device__ __forceinline__ uint32_t* next_task() const { return launch.counters + 3; }
     __device__ __forceinline__ uint32_t* rows_dispatched(uint32_t block) const { return launch.counters + kHeader + block; }
     __device__ __forceinline__ uint32_t* tiles_done(uint32_t block) const { return rows_dispatched(launch.problem.pool_blocks + block); }
     __device__ __forceinline__ uint32_t* expert_done(uint32_t expert) const { return rows_dispatched(2 * launch.problem.pool_blocks + expert); }

@@ -52,6 +52,7 @@ struct Stage {
 constexpr uint32_t kOutputSlots = 2;
 constexpr uint32_t kOutputTileBytes = kRowsPerWarpgroup * kSwizzleBytes;
 constexpr uint32_t kTaskSlots = 3;
+constexpr uint32_t kClaimSlots = 2;
 constexpr uint32_t kMaxRowCounts = 384;  // local experts x ranks = E
 
 struct CtaTask {
@@ -62,7 +63,7 @@ struct CtaTask {
     uint32_t m_block;     // not by rows: this CTA's block of the gradient's first dimension
     uint32_t n_block;
     uint32_t pushes_over; // all pushes of this CTA to other ranks lie before this task
-    uint32_t reserved;
+    uint32_t splits_n;    // by rows: both CTAs of the cluster have the same block and different n blocks
 };
 
 // The map of both kernels. Everything is found from the one symbol, so that no pointers are kept in registers.
@@ -76,9 +77,12 @@ struct SharedMap {
     Barrier full[kStages], empty[kStages];
     Barrier task_full[kTaskSlots], task_empty[kTaskSlots];
     Barrier output_full[kMathWarpgroups][kOutputSlots], output_empty[kMathWarpgroups][kOutputSlots];
+    Barrier claim_full[kClaimSlots], claim_empty[kClaimSlots];
+    uint32_t claims[kClaimSlots];
     uint32_t num_experts;          // local experts to work on: 0 after a fault
+    uint32_t reserved;
 };
-constexpr uint32_t kSharedBytes = 231432;  // forward/sm90_bf16.py launches with this many
+constexpr uint32_t kSharedBytes = 231472;  // forward/sm90_bf16.py launches with this many
 static_assert(sizeof(SharedMap) == kSharedBytes, "The host must allocate what the map needs");
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -104,6 +108,15 @@ struct OperandRing {
     }
 };
 
+constexpr uint32_t kNoStage = ~0u;
+
+// The compiler may not move reads of these registers to before this point.
+template <uint32_t kCount>
+__device__ __forceinline__ void fence_accumulators(float (&acc)[kCount]) {
+    #pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
+}
+
 // acc[64, kN] of this warpgroup = A[64 rows, K] B[kN, K]^T over `k_blocks` >= 1 blocks. One k block stays in flight while
 // the next is issued; its stage is released one step later. The first block is peeled, so that "overwrite" is known to the
 // assembler: with a run-time choice the accumulators of every product in a kernel would count as live all the time.
@@ -116,10 +129,7 @@ struct MainLoop {
     __device__ __forceinline__ static void issue(uint32_t a_base, uint32_t b_base, cute::GmmaDescriptor& a_desc,
                                                  cute::GmmaDescriptor& b_desc, float (&acc)[kAccumulators]) {
         namespace sm90 = deep_gemm::mma::sm90;
-        if constexpr (not kFirst) {
-            #pragma unroll
-            for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
-        }
+        if constexpr (not kFirst) fence_accumulators(acc);
         deep_gemm::ptx::warpgroup_arrive();
         #pragma unroll
         for (uint32_t k = 0; k < kBlockK / Wgmma::K; ++k) {
@@ -129,12 +139,13 @@ struct MainLoop {
             else Wgmma::wgmma(a_desc, b_desc, acc, true);
         }
         deep_gemm::ptx::warpgroup_commit_batch();
-        #pragma unroll
-        for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
+        fence_accumulators(acc);
     }
 
-    __device__ __forceinline__ static void run(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
-                                               float (&acc)[kAccumulators]) {
+    // Issues all blocks and leaves the last under way; returns its stage. `pending`: a stage of an earlier product that is
+    // still under way, to be released behind this one's first block.
+    __device__ __forceinline__ static uint32_t start(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
+                                                     float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
         namespace sm90 = deep_gemm::mma::sm90;
         auto a_desc = sm90::make_gmma_desc<kMajorA, kBlockM, kBlockK, kSwizzleBytes>(OperandRing::a_stage(0), 0, 0);
         auto b_desc = sm90::make_gmma_desc<kMajorB, kN, kBlockK, kSwizzleBytes>(OperandRing::b_stage(0), 0, 0);
@@ -143,6 +154,10 @@ struct MainLoop {
         const uint32_t b_low = __shfl_sync(0xffffffff, b_desc.reg32_[0], 0);
         OperandRing::full(stage.index).wait(stage.phase);
         issue<true>(a_low + stage.index * (kBytesA / 16), b_low + stage.index * (kBytesB / 16), a_desc, b_desc, acc);
+        if (pending != kNoStage) {
+            deep_gemm::ptx::warpgroup_wait<1>();
+            OperandRing::release(pending, lane);
+        }
         uint32_t previous = stage.index;
         stage.advance();
         #pragma unroll 1
@@ -154,10 +169,15 @@ struct MainLoop {
             previous = stage.index;
             stage.advance();
         }
+        return previous;
+    }
+
+    __device__ __forceinline__ static void run(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
+                                               float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
+        const uint32_t last = start(stage, k_blocks, warpgroup, lane, acc, pending);
         deep_gemm::ptx::warpgroup_wait<0>();
-        #pragma unroll
-        for (uint32_t i = 0; i < kAccumulators; ++i) deep_gemm::ptx::warpgroup_fence_operand(acc[i]);
-        OperandRing::release(previous, lane);
+        fence_accumulators(acc);
+        OperandRing::release(last, lane);
     }
 };
 
@@ -185,34 +205,53 @@ struct Producer {
         OperandRing::full(stage.index).arrive_and_expect_tx(bytes);
         return OperandRing::full(stage.index);
     }
-    // A, K-major: 128 rows from `row`, 64 columns from `column`, in one box.
-    __device__ __forceinline__ void load_a(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row) const {
-        cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full), kCacheHint, OperandRing::a_stage(stage.index), column, row);
+    __device__ __forceinline__ void advance() { stage.advance(); }
+
+    // A, K-major: 128 rows from `row`, 64 columns from `column`. `shared_rows`: the cluster shares them, half from each CTA.
+    __device__ __forceinline__ void load_a(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row, bool shared_rows) const {
+        auto barrier = reinterpret_cast<uint64_t*>(&full);
+        Bf16* a = OperandRing::a_stage(stage.index);
+        #pragma unroll
+        for (uint32_t half = 0; half < kBlockM / kAtom; ++half) {
+            const uint32_t first = half * kAtom;
+            if (not shared_rows) cute::SM90_TMA_LOAD_2D::copy(map, barrier, kCacheHint, a + first * kBlockK, column, row + first);
+            else if (half == cta_in_cluster) cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, barrier, kBothCtas, kCacheHint, a + first * kBlockK, column, row + first);
+        }
     }
-    // A, MN-major: 64 rows (the K of the product) from `row`, 128 columns from `column`, in two atoms.
+    // A, MN-major: 64 rows (the K of the product) from `row`, 128 columns from `column`.
     __device__ __forceinline__ void load_a_transposed(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row) const {
         #pragma unroll
         for (uint32_t atom = 0; atom < kBlockM / kAtom; ++atom)
             cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full), kCacheHint,
                                          OperandRing::a_stage(stage.index) + atom * kAtom * kBlockK, column + atom * kAtom, row);
     }
-    // This CTA's half of B for both CTAs, K-major: 128 rows of the weights of `expert`.
-    __device__ __forceinline__ void load_b(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row, uint32_t expert) const {
-        constexpr uint32_t kRows = kBlockN / kClusterSize;
-        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, reinterpret_cast<uint64_t*>(&full), kBothCtas, kCacheHint,
-                                               OperandRing::b_stage(stage.index) + cta_in_cluster * kRows * kBlockK, column, row, expert);
-    }
-    // The same, MN-major: `kAtoms` atoms of 64 columns from `column` (of the whole tile) and 64 rows from `row`.
-    template <uint32_t kAtoms>
-    __device__ __forceinline__ void load_b_transposed(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row, uint32_t expert) const {
+    // B, K-major: 128 weight rows of `expert` from `rows0` and 128 from `rows1`. Both CTAs read the same B, so each loads one
+    // half for both; with `own` B each loads its own.
+    __device__ __forceinline__ void load_b(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t rows0, uint32_t rows1,
+                                           uint32_t expert, bool own) const {
+        constexpr uint32_t kHalf = kBlockN / kClusterSize;
+        auto barrier = reinterpret_cast<uint64_t*>(&full);
+        Bf16* b = OperandRing::b_stage(stage.index);
         #pragma unroll
-        for (uint32_t i = 0; i < kAtoms; ++i) {
-            const uint32_t atom = cta_in_cluster * kAtoms + i;
-            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, reinterpret_cast<uint64_t*>(&full), kBothCtas, kCacheHint,
-                                                   OperandRing::b_stage(stage.index) + atom * kAtom * kBlockK, column + atom * kAtom, row, expert);
+        for (uint32_t half = 0; half < kClusterSize; ++half) {
+            const uint32_t row = half == 0 ? rows0 : rows1;
+            if (own) cute::SM90_TMA_LOAD_3D::copy(map, barrier, kCacheHint, b + half * kHalf * kBlockK, column, row, expert);
+            else if (half == cta_in_cluster) cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, barrier, kBothCtas, kCacheHint, b + half * kHalf * kBlockK, column, row, expert);
         }
     }
-    __device__ __forceinline__ void advance() { stage.advance(); }
+    // B, MN-major: `kAtoms` atoms of 64 columns from `column` and 64 rows from `row`.
+    template <uint32_t kAtoms>
+    __device__ __forceinline__ void load_b_transposed(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row,
+                                                      uint32_t expert, bool own) const {
+        auto barrier = reinterpret_cast<uint64_t*>(&full);
+        Bf16* b = OperandRing::b_stage(stage.index);
+        #pragma unroll
+        for (uint32_t atom = 0; atom < kAtoms; ++atom) {
+            Bf16* to = b + atom * kAtom * kBlockK;
+            if (own) cute::SM90_TMA_LOAD_3D::copy(map, barrier, kCacheHint, to, column + atom * kAtom, row, expert);
+            else if (atom % kClusterSize == cta_in_cluster) cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, barrier, kBothCtas, kCacheHint, to, column + atom * kAtom, row, expert);
+        }
+    }
 
     // Both CTAs' last reads are over before either leaves: nothing arrives at barriers of an exited CTA.
     __device__ __forceinline__ void drain() {
