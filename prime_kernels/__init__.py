@@ -29,10 +29,14 @@ if TYPE_CHECKING:
     from .runtime import get_backend as get_backend
     from .runtime import get_device as get_device
     from .runtime import get_num_sms as get_num_sms
+    from .runtime import get_pool_capacity_factor as get_pool_capacity_factor
+    from .runtime import get_synchronous_checks as get_synchronous_checks
     from .runtime import get_timeout_seconds as get_timeout_seconds
     from .runtime import set_backend as set_backend
     from .runtime import set_device as set_device
     from .runtime import set_num_sms as set_num_sms
+    from .runtime import set_pool_capacity_factor as set_pool_capacity_factor
+    from .runtime import set_synchronous_checks as set_synchronous_checks
     from .runtime import set_timeout_seconds as set_timeout_seconds
     from .symm import SymmBuffer as SymmBuffer
     from .symm import get_symm_buffer_for_mega_moe as get_symm_buffer_for_mega_moe
@@ -47,7 +51,9 @@ _OWN = {
     "get_mk_alignment_for_contiguous_layout": ".gemm",
     "get_device": ".runtime",
     "get_num_sms": ".runtime",
+    "get_pool_capacity_factor": ".runtime",
     "get_symm_buffer_for_mega_moe": ".symm",
+    "get_synchronous_checks": ".runtime",
     "get_timeout_seconds": ".runtime",
     "is_available": ".registry",
     "k_grouped_bf16_gemm_tn_contiguous": ".gemm",
@@ -58,6 +64,8 @@ _OWN = {
     "set_backend": ".runtime",
     "set_device": ".runtime",
     "set_num_sms": ".runtime",
+    "set_pool_capacity_factor": ".runtime",
+    "set_synchronous_checks": ".runtime",
     "set_timeout_seconds": ".runtime",
     "status": ".registry",
     "transform_weights_for_mega_moe": ".bf16",

@@ -42,13 +42,17 @@ def bf16_mega_moe(
         l1_weights: bf16 [El, 2I, H], rows [gate | up]. Only the last dim has to be contiguous.
         l2_weights: bf16 [El, H, I]. Only the last dim has to be contiguous.
         sym_buffer: the staging buffer. With "f32xf32" or "f64xf64" every bf16 here is fp32 or fp64.
-        shared_l1_weights, shared_l2_weights: [2Is, H] and [H, Is] of a shared expert, added with weight 1.
+        shared_l1_weights, shared_l2_weights: [2Is, H] and [H, Is] of a shared expert, added with weight 1. The
+            SM90 backend adds its fp32 output to the bf16 sum of the routed experts, so y is rounded twice.
         cumulative_local_expert_recv_stats: int32 [El]; the rows each local expert received are added to it.
         activation: "swiglu".
         activation_clamp: c, None for no clamp.
-        fast_math: the kernels may use approximate exp and division. The reference is exact either way.
+        fast_math: the kernels may use approximate exp and division. The reference is exact either way, and the
+            SM90 kernels are the same either way: their sigmoid is off by at most a quarter of the rounding of
+            the bf16 activation it goes into.
         l1_natural_layout: False when the gate and up rows of the L1 weights (the shared one's too) alternate
-            in groups of 8.
+            in groups of 8. The SM90 backend then copies them into natural order at each call, into memory that
+            the buffer keeps; weights in natural layout are never copied.
 
     Raises:
         ValueError: a tensor or argument outside its limits.
@@ -62,7 +66,7 @@ def bf16_mega_moe(
     num_tokens = validation.check_rows("y", y, buffer)
     validation.check_stats(cumulative_local_expert_recv_stats, buffer)
     if buffer.backend != "reference":
-        _kernel(_FORWARD).forward(
+        _kernel(buffer, _FORWARD).forward(
             y=y, l1_weights=l1_weights, l2_weights=l2_weights, sym_buffer=buffer,
             shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
             cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
@@ -146,7 +150,7 @@ def bf16_mega_moe_backward(
         shared_dw1_weights, shared_dw2_weights, shared_inter, buffer, accumulate
     )
     if buffer.backend != "reference":
-        _kernel(_BACKWARD).backward(
+        _kernel(buffer, _BACKWARD).backward(
             dx=dx, dw1=dw1, dw2=dw2, dtopk=dtopk, dy=dy, l1_weights=l1_weights, l2_weights=l2_weights,
             sym_buffer=buffer, shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
             shared_dw1_weights=shared_dw1_weights, shared_dw2_weights=shared_dw2_weights,
@@ -205,11 +209,16 @@ def transform_weights_for_mega_moe(
     return l1_weights, l2_weights
 
 
-def _kernel(name: str) -> ModuleType:
-    """A kernel's module, whose function ``forward`` or ``backward`` takes the checked arguments by name."""
+def _kernel(buffer: SymmBuffer, name: str) -> ModuleType:
+    """A kernel's module, whose function ``forward`` or ``backward`` takes the checked arguments by name.
+
+    The buffer keeps it, because asking the registry looks at the file system and every call comes here.
+    """
     from . import registry
 
-    return registry.load(name)
+    if name not in buffer.kernels:
+        buffer.kernels[name] = registry.load(name)
+    return buffer.kernels[name]
 
 
 def _check_call(buffer: SymmBuffer, l1: Tensor, l2: Tensor, activation: str, clamp: float | None) -> None:

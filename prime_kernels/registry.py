@@ -35,8 +35,10 @@ SM100 = (10, 0)
 GPU_FAMILIES = {SM90: "Hopper", SM100: "Blackwell"}
 
 KERNELS: dict[str, KernelInfo] = {
-    "mega_moe_bf16": KernelInfo("Mega MoE forward, BF16", SM90),
-    "mega_moe_bf16_backward": KernelInfo("Mega MoE backward, BF16, fp32 or BF16 weight gradients", SM90),
+    "mega_moe_bf16": KernelInfo("Mega MoE forward, BF16", SM90, ".sm90_mega_moe"),
+    "mega_moe_bf16_backward": KernelInfo(
+        "Mega MoE backward, BF16, fp32 or BF16 weight gradients", SM90, ".sm90_mega_moe"
+    ),
     "mega_moe_fp8": KernelInfo("Mega MoE forward, FP8 with 1x128 and 128x128 scales", SM90),
     "mega_moe_fp8_backward": KernelInfo("Mega MoE backward, FP8 with fp32 weight gradients", SM90),
     "mega_moe_mxfp8": KernelInfo("Mega MoE forward, MXFP8", SM100),

@@ -16,6 +16,8 @@ BACKEND_ENV = "PRIME_KERNELS_BACKEND"
 DEVICE_ENV = "PRIME_KERNELS_DEVICE"
 TIMEOUT_ENV = "PRIME_KERNELS_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT_SECONDS = 300.0
+POOL_CAPACITY_ENV = "PRIME_KERNELS_POOL_CAPACITY_FACTOR"
+SYNCHRONOUS_ENV = "PRIME_KERNELS_SYNCHRONOUS_CHECKS"
 
 # The kernel (registry name) that serves a buffer's mma_type, and the compute capability it needs.
 _KERNEL_OF_MMA_TYPE = {"bf16xbf16": "mega_moe_bf16"}
@@ -25,6 +27,10 @@ _backend: str | None = None
 _device: torch.device | None = None
 _num_sms: int | None = None
 _timeout_seconds: float | None = None
+# Unlike None, this says that the caller has not chosen: None is a choice of its own (room for any routing).
+_UNSET = object()
+_pool_capacity_factor: object = _UNSET
+_synchronous_checks: bool | None = None
 
 
 def set_backend(name: str) -> None:
@@ -136,6 +142,66 @@ def _checked_timeout(value: float | str, source: str) -> float:
     if not 0.0 < seconds < float("inf"):
         raise ValueError(f"{source}: got {value!r}, needs a finite number of seconds above 0")
     return seconds
+
+
+def set_pool_capacity_factor(factor: float | None) -> None:
+    """Set how many dispatched rows a rank has room for, for buffers built from now on.
+
+    ``factor`` times the rows of even routing: with T tokens per rank and top-k K, a rank receives T K rows when
+    all ranks bring T tokens and all experts are equally loaded. None (the default) has room for any routing,
+    which is R T K rows for R ranks. A call whose routing needs more raises a RuntimeError that names the
+    rows; no row is ever dropped. Equal on all ranks. The reference backend has no pools.
+
+    Raises:
+        ValueError: when ``factor`` is not a finite number above 0.
+    """
+    global _pool_capacity_factor
+    _pool_capacity_factor = None if factor is None else _checked_factor(factor, "set_pool_capacity_factor")
+
+
+def get_pool_capacity_factor() -> float | None:
+    """The factor of :func:`set_pool_capacity_factor`, else ``$PRIME_KERNELS_POOL_CAPACITY_FACTOR``, else None."""
+    if _pool_capacity_factor is not _UNSET:
+        assert _pool_capacity_factor is None or isinstance(_pool_capacity_factor, float)
+        return _pool_capacity_factor
+    value = os.environ.get(POOL_CAPACITY_ENV)
+    return _checked_factor(value, f"${POOL_CAPACITY_ENV}") if value else None
+
+
+def _checked_factor(value: float | str, source: str) -> float:
+    try:
+        factor = float(value)
+    except (TypeError, ValueError):
+        factor = 0.0
+    if not 0.0 < factor < float("inf"):
+        raise ValueError(
+            f"{source}: got {value!r}, needs a finite number above 0 (times the rows of even routing)"
+        )
+    return factor
+
+
+def set_synchronous_checks(enabled: bool) -> None:
+    """Wait for each call's kernels and raise what they found in the call itself, for debugging.
+
+    Otherwise calls are asynchronous and a fault is raised by the next call on the buffer, by its ``check()``
+    or by its ``destroy()``. Calls captured in a CUDA graph never wait.
+    """
+    global _synchronous_checks
+    _synchronous_checks = bool(enabled)
+
+
+def get_synchronous_checks() -> bool:
+    """What :func:`set_synchronous_checks` set, else whether ``$PRIME_KERNELS_SYNCHRONOUS_CHECKS`` is 1.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    if _synchronous_checks is not None:
+        return _synchronous_checks
+    value = os.environ.get(SYNCHRONOUS_ENV) or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"${SYNCHRONOUS_ENV}: got {value!r}, needs 0 or 1")
+    return value == "1"
 
 
 def resolve_backend(device: torch.device, mma_type: str) -> str:

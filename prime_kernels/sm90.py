@@ -14,6 +14,8 @@ from .exchange import (
     CLUSTER_SIZE,
     DEFAULT_TIMEOUT_SECONDS,
     MAX_RANKS,
+    MAX_ROUNDS,
+    MAX_ROW_COUNTS,
     NO_CLAMP,
     PLAN_ENTRIES_PER_CTA,
     Communicator,
@@ -40,6 +42,7 @@ DISPATCH_LEAD_BYTES = 24 << 20
 TRACE_EVENT_BYTES = 48
 TRACE_CAPACITY = 512
 MATH_WARPGROUPS = 2
+MIN_ROWS_PER_GROUP = 4096
 NANOSECONDS = 1e9
 
 
@@ -57,6 +60,8 @@ class PlanParams(ctypes.Structure):
         ("counters", ctypes.c_uint64),
         ("num_counters", ctypes.c_uint32),
         ("rank", ctypes.c_uint32),
+        ("num_rounds", ctypes.c_uint32),
+        ("entries_per_round", ctypes.c_uint32),
         ("epoch", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
     ]
@@ -65,6 +70,23 @@ class PlanParams(ctypes.Structure):
 def plan_source(entry: str) -> KernelSource:
     """``route_plan_count`` or ``route_plan_place``."""
     return KernelSource(entry, "#include <prime_kernels/route_plan.cuh>\n", f"prime_kernels::{entry}", ARCH)
+
+
+def choose_rounds(shape: ExchangeShape) -> int:
+    """In how many parts the forward works on each rank's tokens, from what is equal on all ranks.
+
+    All parts but the last are combined while the next is computed. A part must leave each expert enough rows that
+    rounding them up to blocks costs little.
+    """
+    rows_per_expert = shape.tokens * shape.topk * shape.ranks // shape.experts
+    rounds = 1
+    while (
+        rounds < MAX_ROUNDS
+        and rows_per_expert // (2 * rounds) >= MIN_ROWS_PER_GROUP
+        and 2 * rounds * shape.experts <= MAX_ROW_COUNTS
+    ):
+        rounds *= 2
+    return rounds
 
 
 class Sm90Rank:
@@ -123,6 +145,7 @@ class Sm90Rank:
         self._count = load_kernel(plan_source("route_plan_count"), self.device)
         self._place = load_kernel(plan_source("route_plan_place"), self.device)
         self._trace = trace
+        self.forward_rounds = choose_rounds(shape)
 
     @property
     def pools(self) -> Pools:
@@ -152,7 +175,7 @@ class Sm90Rank:
         source = backward_kernel.source(self.shape.hidden, self.shape.intermediate, clamped, self._trace)
         return load_kernel(source, self.device)
 
-    def route_plan(self, num_tokens: int) -> None:
+    def route_plan(self, num_tokens: int, rounds: int = 1) -> None:
         """Sort this rank's (token, slot) entries by expert, count the call, and zero the counters of the coming launch."""
         shape, at, base = self.shape, self.comm.at, self.storage.data_ptr()
         params = PlanParams(
@@ -166,14 +189,16 @@ class Sm90Rank:
             counters=self.pools.counters.data_ptr(),
             num_counters=self.pools.counters.numel(),
             rank=self.rank,
+            num_rounds=rounds,
+            entries_per_round=max(1, -(-num_tokens // rounds) * shape.topk),
             epoch=base + at.epoch,
             fault=self.fault.address,
         )
         grid = max(1, -(-params.num_entries // PLAN_ENTRIES_PER_CTA))
-        self._count.launch(grid, PLAN_THREADS, (params,), smem=4 * shape.experts)
-        self._place.launch(grid, PLAN_THREADS, (params,), smem=4 * ((PLAN_WARPS + 1) * shape.experts + PLAN_WARPS))
+        self._count.launch(grid, PLAN_THREADS, (params,), smem=4 * rounds * shape.experts)
+        self._place.launch(grid, PLAN_THREADS, (params,), smem=4 * ((PLAN_WARPS + 1) * rounds * shape.experts + PLAN_WARPS))
 
-    def launch_params(self, num_tokens: int, clamp: float | None) -> LaunchParams:
+    def launch_params(self, num_tokens: int, clamp: float | None, rounds: int = 1) -> LaunchParams:
         """The part of the parameters that both directions share."""
         return LaunchParams(
             comm=self.comm,
@@ -183,6 +208,7 @@ class Sm90Rank:
                 num_local_experts=self.shape.local_experts,
                 pool_blocks=self.pools.blocks,
                 min_wave_tasks=self.min_wave_tasks,
+                num_rounds=rounds,
                 dispatch_lead=self.dispatch_lead,
                 clamp=NO_CLAMP if clamp is None else clamp,
             ),
@@ -196,7 +222,7 @@ class Sm90Rank:
         self, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None = None, recv_stats: Tensor | None = None
     ) -> None:
         """y of the staged tokens; asynchronous. Faults surface in :meth:`check`."""
-        self.route_plan(y.shape[0])
+        self.route_plan(y.shape[0], self.forward_rounds)
         forward_kernel.launch(self, y, l1, l2, clamp, recv_stats)
 
     def backward(

@@ -8,7 +8,8 @@ import math
 import warnings
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from torch import Tensor
 from . import ep, runtime, validation
 from ._dropin import upstream_attribute
 from .validation import DATA_DTYPES
+
+if TYPE_CHECKING:
+    from .sm90 import Sm90Rank
+    from .sm90_memory import Sm90Memory
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +110,19 @@ class SymmBuffer:
         x: [T, H] bf16 (fp32 and fp64 for the reference-only types).
         topk_idx: int64 [T, K]; -1 marks a slot without an expert.
         topk_weights: fp32 [T, K] (fp64 for "f64xf64").
-        num_bytes: bytes this buffer's layout takes on each rank.
+        num_bytes: bytes this buffer's layout takes on each rank; with the SM90 backend the pools of both
+            directions are counted, which are allocated at their first use.
         buffer: the uint8 storage; None once destroyed.
         backend: "reference" or "sm90".
         rank, num_ranks, num_local_experts: this rank's place in the group.
         handle: an int that :func:`lookup_buffer` maps back to this object while it lives.
+        kernels: modules the BF16 functions have loaded for this buffer, by kernel name.
+
+    With the SM90 backend calls are asynchronous. What a kernel finds wrong (a peer that does not arrive,
+    pools that are too small, an expert index out of range) is raised by the next call on the buffer or any
+    view of it, by :meth:`check`, or by :meth:`destroy`; ``set_synchronous_checks`` makes each call wait and
+    raise. The calls of a buffer and its views belong on one stream, or on streams ordered by events. Destroy
+    the buffer, or wait for its stream, before its memory is let go.
 
     Raises:
         ValueError: an argument outside its limits, or one that differs between ranks (names both).
@@ -151,26 +164,58 @@ class SymmBuffer:
         validation.check_equal_on_all_ranks(self.group, self._arguments(base), "SymmBuffer")
         validation.check_buffer_arguments(self)
         self.num_local_experts = num_experts // self.num_ranks
-        regions = _staging_layout(num_max_tokens_per_rank, num_topk, hidden, mma_type)
-        self.num_bytes = regions[-1].end
+        self.kernels: dict[str, ModuleType] = {}
+        # A view keeps its base alive; destroying the base ends its views too.
+        self._base = base
         self.buffer: Tensor | None
+        self.sm90: Sm90Rank | None = None
+        self.sm90_memory: Sm90Memory | None = None
         if base is None:
             device = _allocation_device(self.group)
             self.backend = runtime.resolve_backend(device, mma_type)
-            validation.check_sizes(self)
-            if self.backend != "reference":
-                validation.check_nvlink_domain(self.group, ep.nvlink_domain())
-            self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         else:
             validation.check_base(self, base)
-            self.backend, self.buffer = base.backend, base.buffer
-            validation.check_sizes(self)
-        assert self.buffer is not None
-        # A view keeps its base alive; destroying the base ends its views too.
-        self._base = base
-        self.x, self.topk_idx, self.topk_weights = (region.view(self.buffer) for region in regions)
+            assert base.buffer is not None
+            device, self.backend = base.buffer.device, base.backend
+        validation.check_sizes(self)
+        if self.backend == "reference":
+            self._use_reference(device)
+        else:
+            self._use_sm90(device)
         self.handle = _register(self)
         logger.info("%s", self)
+
+    def _use_reference(self, device: torch.device) -> None:
+        regions = _staging_layout(
+            self.num_max_tokens_per_rank, self.num_topk, self.hidden, self.mma_type
+        )
+        self.num_bytes = regions[-1].end
+        if self._base is None:
+            self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            validation.check_base_holds(self, self._base)
+            self.buffer = self._base.buffer
+        assert self.buffer is not None
+        self.x, self.topk_idx, self.topk_weights = (region.view(self.buffer) for region in regions)
+
+    def _use_sm90(self, device: torch.device) -> None:
+        from .exchange import ExchangeShape
+        from .sm90_memory import Sm90Memory
+
+        validation.check_sm90_limits(self)
+        shape = ExchangeShape(
+            self.num_max_tokens_per_rank, self.num_topk, self.hidden, self.intermediate_hidden,
+            self.num_experts, self.num_ranks,
+        )  # fmt: skip
+        if self._base is None:
+            validation.check_nvlink_domain(self.group, ep.nvlink_domain())
+            memory = Sm90Memory(shape, self.rank, self.group, device)
+        else:
+            assert self._base.sm90_memory is not None
+            memory = self._base.sm90_memory
+        self.sm90, self.sm90_memory, self.buffer = memory.view(shape), memory, memory.storage
+        self.num_bytes = sum(memory.view_bytes(shape).values())
+        self.x, self.topk_idx, self.topk_weights = self.sm90.x, self.sm90.topk_idx, self.sm90.topk_weights
 
     def _arguments(self, base: SymmBuffer | None) -> dict[str, Any]:
         return {
@@ -183,6 +228,7 @@ class SymmBuffer:
             "mma_type": self.mma_type,
             "activation": self.activation,
             "base bytes": None if base is None or base.buffer is None else base.buffer.numel(),
+            "pool capacity factor": runtime.get_pool_capacity_factor(),
         }
 
     @property
@@ -193,12 +239,45 @@ class SymmBuffer:
     def destroy(self) -> None:
         """Give the memory back; a second call does nothing. Views of this buffer end with it.
 
-        Not collective, and not needed before the process ends: no rank waits for another here.
+        Not collective, and not needed before the process ends: no rank waits for another here. The SM90
+        backend waits for the kernels under way on this device.
+
+        Raises:
+            RuntimeError, ValueError: what those kernels recorded. The memory is given back all the same.
         """
         _buffers.pop(self.handle, None)
-        self.buffer = None
+        memory = self.sm90_memory if self._base is None else None
+        self.buffer = self.sm90 = self.sm90_memory = None
         self.group = None
         self.x = self.topk_idx = self.topk_weights = torch.empty(0)
+        if memory is not None:
+            memory.close()
+
+    def check(self) -> None:
+        """Wait for the kernels under way on the buffer's device and raise what they recorded.
+
+        The reference backend raises in the calls themselves: there is nothing to wait for.
+
+        Raises:
+            RuntimeError: a peer that did not arrive, pools that are too small; a destroyed buffer.
+            ValueError: an expert index out of range.
+        """
+        self._check_alive()
+        if self.sm90_memory is not None:
+            self.sm90_memory.check()
+
+    def reset(self) -> None:
+        """Make a buffer with a failed call usable again, on all ranks. Collective.
+
+        The reference never needs it, and a buffer of one rank recovers by itself at its next call.
+        """
+        self._check_alive()
+        if self.sm90_memory is not None:
+            self.sm90_memory.reset()
+
+    def _check_alive(self) -> None:
+        if self.destroyed:
+            raise RuntimeError("the buffer was destroyed; build a new one")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymmBuffer:
         """The buffer itself: copies of a model share it, as its layers do."""

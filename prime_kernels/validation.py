@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import MAX_EXPERTS, MAX_RANKS
 from .reference import INTERLEAVE
 
 if TYPE_CHECKING:
     from .symm import SymmBuffer
 
 MAX_TOPK = 32
+COPY_BYTES = 16
 ACTIVATIONS = ("swiglu",)
 # dtype of x, y, dy, dx and the weights of each mma_type this package runs.
 DATA_DTYPES: dict[str, torch.dtype] = {
@@ -170,6 +172,9 @@ def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
             f"a view and its base need the same group; got one of {buffer.num_ranks} rank(s) over a base of "
             f"{base.num_ranks}; pass the base's group or build a buffer without base"
         )
+
+
+def check_base_holds(buffer: SymmBuffer, base: SymmBuffer) -> None:
     assert base.buffer is not None
     capacity = base.buffer.numel()
     if buffer.num_bytes > capacity:
@@ -177,6 +182,38 @@ def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
             f"the view needs {buffer.num_bytes} bytes and its base holds {capacity} bytes; build the "
             "base for the larger shape"
         )
+
+
+def check_sm90_limits(buffer: SymmBuffer) -> None:
+    """What the SM90 kernels' tables hold: ranks and experts."""
+    if buffer.num_ranks > MAX_RANKS:
+        raise RuntimeError(
+            f"the group has {buffer.num_ranks} ranks, the SM90 kernels reach at most {MAX_RANKS}; make "
+            "smaller expert-parallel groups, each inside one NVLink domain"
+        )
+    if buffer.num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts is {buffer.num_experts}, the SM90 kernels take at most {MAX_EXPERTS}; "
+            'set_backend("reference") takes any number'
+        )
+
+
+def check_tma_access(name: str, tensor: Tensor | None) -> None:
+    """Start and strides in whole 16-byte pieces, in which the SM90 kernels move matrices."""
+    if tensor is None:
+        return
+    item = tensor.element_size()
+    if tensor.data_ptr() % COPY_BYTES:
+        raise ValueError(
+            f"{name} starts at an address that is {tensor.data_ptr() % COPY_BYTES} bytes past a multiple of "
+            f"{COPY_BYTES}, the SM90 kernels need a multiple; clone it"
+        )
+    for dim, (extent, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
+        if extent > 1 and stride * item % COPY_BYTES:
+            raise ValueError(
+                f"{name} has stride {stride} in dim {dim}, the SM90 kernels need multiples of "
+                f"{COPY_BYTES // item} ({COPY_BYTES} bytes); call .contiguous()"
+            )
 
 
 def check_fp8_dispatch(use_fp8_dispatch: bool, mma_type: str) -> None:
