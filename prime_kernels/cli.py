@@ -43,8 +43,12 @@ COMMANDS: Mapping[str, Command] = {
         "compare the kernels with the float64 reference over a matrix of cases", "bench.parity:main"
     ),
     "bench": Command(
-        "measure kernels on this machine's GPU",
-        commands={"gemm": Command("the grouped BF16 GEMMs, in TFLOP/s", "bench.gemm:main")},
+        "measure kernels on this machine's GPU, and their memory",
+        commands={
+            "gemm": Command("the grouped BF16 GEMMs, in TFLOP/s", "bench.gemm:main"),
+            "layer": Command("one layer, both directions, beside its GEMMs and torch", "bench.layer:main"),
+            "memory": Command("memory of a rank against the number of ranks", "bench.memory:main"),
+        },
     ),
 }
 

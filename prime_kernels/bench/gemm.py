@@ -176,18 +176,23 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected).norm() / expected.norm())
 
 
-def measure(case: GemmCase) -> GemmResult:
-    """Time one product and compare it with float32.
+def check_case(case: GemmCase) -> float:
+    """Relative error of the output of the runs so far.
 
     Raises:
         RuntimeError: when the output is wrong; a fast wrong product is no yardstick.
     """
-    ms = median_ms(case.run)
     error = relative_error(case.output, case.expected_group0())
     limit = MAX_ERROR[case.output.dtype]
     if not error <= limit:
         raise RuntimeError(f"{case.name}: relative error {error:.2e} exceeds {limit:.0e}")
-    return GemmResult(case.name, case.kind, case.n, case.k, ms, case.flops / ms / 1e9, error)
+    return error
+
+
+def measure(case: GemmCase) -> GemmResult:
+    """Time one product and compare it with float32; raises as :func:`check_case`."""
+    ms = median_ms(case.run)
+    return GemmResult(case.name, case.kind, case.n, case.k, ms, case.flops / ms / 1e9, check_case(case))
 
 
 def measure_layer(load: LayerLoad, device: torch.device) -> list[GemmResult]:
