@@ -4,7 +4,7 @@ Every command lives in a module of its own and is imported when it is called, so
 core dependencies alone. A command's `main(argv)` takes its arguments and returns the exit code.
 
 Exit codes: 0 success, 1 the command ran and found something wrong, 2 it could not start (arguments, a missing
-package).
+package), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ CLI_EXTRA_INSTALL = "pip install 'prime-kernels[cli]'"
 
 EXIT_OK = 0
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # what shells use for a program ended by Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ def _dispatch(prog: str, commands: Mapping[str, Command], argv: Sequence[str]) -
             raise
         print(f"{name}: the package {missing!r} is not installed; {CLI_EXTRA_INSTALL}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

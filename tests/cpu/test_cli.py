@@ -118,6 +118,17 @@ def test_other_import_errors_are_shown_as_they_are(
         cli.main(["plain"])
 
 
+def test_an_interrupted_command_leaves_no_traceback(
+    planted: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["prime_kernels.planted"], "run", interrupted)
+    assert cli.main(["plain"]) == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == f"python -m {cli.PACKAGE} plain: interrupted\n"
+
+
 def test_doctor_needs_no_extra() -> None:
     done = run_without(EXTRA_MODULES, "doctor")
     assert "Traceback" not in done.stderr, done.stderr

@@ -32,7 +32,7 @@ case "$*" in
     *'print(torch.__version__)'*) [[ -e "$TORCH" ]] && cat "$TORCH" ;;
     *'pip install torch=='*) echo 2.13.0 > "$TORCH" ;;
     '-m venv'*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
-    -\\ *) exec {python} "$@" ;;
+    -\\ *) exec "{python}" "$@" ;;
 esac
 """
 
