@@ -88,7 +88,8 @@ def _print_header(trainer: Trainer, backend: Backend) -> None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"cpu ({torch.get_num_threads()} threads a rank)"
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' if threads > 1 else ''} a rank)"
 
 
 def _progress(steps: int, stream: TextIO) -> tqdm:
