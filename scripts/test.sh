@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs everything that can be checked on this machine: ruff, mypy, the tests (the wheel's among them),
-# and the parity matrix on the CPU; with a GPU also the GPU tests. Every stage runs, the exit code is 1 if one failed.
+# and the parity matrix on the CPU; with a GPU also the GPU tests, and the matrix on its kernels. Every stage runs, the
+# exit code is 1 if one failed.
 #
 #   scripts/test.sh [arguments of pytest]
 #
@@ -49,8 +50,11 @@ stage mypy "$venv_python" -m mypy
 stage tests run_pytest tests -n "$jobs" --dist loadfile tests/cpu tests/compile "$@"
 if "$venv_python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     stage gpu-tests run_pytest gpu-tests tests/gpu "$@"
+    if "$venv_python" -c 'import sys, prime_kernels; sys.exit(not prime_kernels.is_available("mega_moe_bf16"))'; then
+        stage gpu-parity "$venv_python" -m prime_kernels parity --device cuda --out "$reports/gpu-parity"
+    fi
 fi
-stage parity "$venv_python" -m prime_kernels parity --out "$reports/parity"
+stage parity "$venv_python" -m prime_kernels parity --device cpu --precision bf16,f64 --out "$reports/parity"
 
 printf '\n'
 printf '%s\n' "${summary[@]}"
