@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -174,9 +175,12 @@ def forward_writes_before_its_output(y: Tensor, *rest: Any, **options: Any) -> N
     y.as_strided((1,), (1,), y.storage_offset() - GUARD_ELEMENTS).fill_(0)
 
 
+CALLS = itertools.count()
+
+
 def forward_is_not_reproducible(y: Tensor, *rest: Any, **options: Any) -> None:
     FORWARD(y, *rest, **options)
-    y[0, 0] += torch.rand(()) * 1e-2 + 1e-3
+    y[0, 0] = next(CALLS)
 
 
 def forward_uses_padding(y: Tensor, l1: Tensor, l2: Tensor, buffer: Any, *rest: Any, **options: Any) -> None:
