@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -254,6 +256,23 @@ def test_wrong_function_gives_exit_code_1(
     markdown = (tmp_path / "parity.md").read_text()
     assert "**FAIL**" in markdown
     assert "parity: 0 passed, 1 failed" in markdown
+
+
+WITHOUT_EXTRAS = """
+import runpy, sys
+for extra in ("tabulate", "matplotlib", "tqdm", "numpy", "pytest"):
+    sys.modules[extra] = None
+sys.argv = ["prime_kernels", "parity", "--smoke", "--device", "cpu"]
+runpy.run_module("prime_kernels", run_name="__main__")
+"""
+
+
+def test_smoke_needs_the_core_dependencies_only() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"parity: {len(parity.smoke_matrix())} passed, 0 failed" in result.stdout
 
 
 def test_reports_of_a_passing_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
