@@ -175,6 +175,7 @@ def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
 
 
 def check_base_holds(buffer: SymmBuffer, base: SymmBuffer) -> None:
+    """ValueError when a view's layout takes more bytes than its base holds."""
     assert base.buffer is not None
     capacity = base.buffer.numel()
     if buffer.num_bytes > capacity:
