@@ -16,6 +16,7 @@ from torch import Tensor
 
 MAX_RANKS = 32
 MAX_ROUNDS = 4
+MIN_ROWS_PER_GROUP = 4096  # of a (round, local expert)
 MAX_ROW_COUNTS = 600  # rounds x E: the table of rows in shared memory
 MAX_EXPERTS = 384  # over all ranks: the table of rows in shared memory
 BLOCK_M = 128
@@ -137,6 +138,11 @@ def aligned(size: int) -> int:
     return -(-size // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True)
 class ExchangeShape:
     """Sizes that are the same on all ranks: T tokens per rank, top-K, H hidden, I intermediate, E experts, R ranks."""
@@ -152,6 +158,23 @@ class ExchangeShape:
     def local_experts(self) -> int:
         """Experts of one rank."""
         return self.experts // self.ranks
+
+    @property
+    def forward_rounds(self) -> int:
+        """In how many parts the forward works on each rank's tokens; from what is equal on all ranks.
+
+        All parts but the last are combined while the next is computed. A part must leave each expert enough rows that
+        rounding them up to blocks costs little.
+        """
+        rows_per_expert = self.tokens * self.topk * self.ranks // self.experts
+        rounds = 1
+        while (
+            rounds < MAX_ROUNDS
+            and rows_per_expert // (2 * rounds) >= MIN_ROWS_PER_GROUP
+            and 2 * rounds * self.experts <= MAX_ROW_COUNTS
+        ):
+            rounds *= 2
+        return rounds
 
     def symmetric_layout(self) -> tuple[SymmetricOffsets, int]:
         """Offsets of every region and the total bytes of a rank's symmetric buffer.
@@ -183,18 +206,18 @@ class ExchangeShape:
     def worst_case_pool_blocks(self) -> int:
         """Row blocks that hold any routing: every slot of every token of every rank to this rank, in any split over experts."""
         rows = self.ranks * self.tokens * self.topk
-        return -(-rows // BLOCK_M) + self.local_experts
+        return -(-rows // BLOCK_M) + self.forward_rounds * self.local_experts
 
     def pool_blocks(self, capacity_factor: float | None) -> int:
         """Row blocks for ``capacity_factor`` times the rows of even routing, T K per rank; None: any routing.
 
-        Each local expert's last block may be partly filled, so there is one more block for each.
+        Each group's last block may be partly filled, so there is one more block for each.
         """
         worst = self.worst_case_pool_blocks()
         if capacity_factor is None:
             return worst
         rows = math.ceil(capacity_factor * self.tokens * self.topk)
-        return min(worst, -(-rows // BLOCK_M) + self.local_experts)
+        return min(worst, -(-rows // BLOCK_M) + self.forward_rounds * self.local_experts)
 
 
 class FaultBox:
@@ -269,10 +292,12 @@ class PoolLayout:
 
     @property
     def both_bytes(self) -> int:
+        """Bytes of the parts that both directions use."""
         return _regions_bytes(self.both)
 
     @property
     def backward_bytes(self) -> int:
+        """Bytes of the parts that the backward uses alone."""
         return _regions_bytes(self.backward)
 
 
@@ -287,7 +312,7 @@ def pool_layout(shape: ExchangeShape, blocks: int) -> PoolLayout:
             "activations": ((rows, shape.intermediate), bf16),
             "origins": ((rows, 2), int32),
             "counters": ((COUNTER_HEADER + 2 * blocks + shape.local_experts,), int32),
-            "plan_counts": ((chunks, shape.experts), int32),
+            "plan_counts": ((chunks, MAX_ROUNDS * shape.experts), int32),
         },
         backward={
             "dy": ((rows, shape.hidden), bf16),
@@ -322,7 +347,7 @@ class PoolMemory:
             RuntimeError: it would have to be allocated while a CUDA graph is being captured.
         """
         if name not in self._parts:
-            if torch.cuda.is_current_stream_capturing():
+            if capturing(self._device):
                 raise RuntimeError(
                     "the pools of this buffer are not allocated yet; run the captured calls once before the capture"
                 )
@@ -341,7 +366,7 @@ class Pools:
         dtopk_parts: fp32 [C, I / 128].
         origins: int32 [C, 2] (rank, token * K + slot).
         counters: zeroed by each call's route plan.
-        plan_counts: int32 [chunks, E], scratch of the route plan.
+        plan_counts: int32 [chunks, rounds * E], scratch of the route plan.
 
     dy, dz, weights and dtopk_parts are there after :meth:`add_backward`.
     """

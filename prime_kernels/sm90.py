@@ -14,8 +14,6 @@ from .exchange import (
     CLUSTER_SIZE,
     DEFAULT_TIMEOUT_SECONDS,
     MAX_RANKS,
-    MAX_ROUNDS,
-    MAX_ROW_COUNTS,
     NO_CLAMP,
     PLAN_ENTRIES_PER_CTA,
     Communicator,
@@ -42,7 +40,6 @@ DISPATCH_LEAD_BYTES = 24 << 20
 TRACE_EVENT_BYTES = 48
 TRACE_CAPACITY = 512
 MATH_WARPGROUPS = 2
-MIN_ROWS_PER_GROUP = 4096
 NANOSECONDS = 1e9
 
 
@@ -67,26 +64,12 @@ class PlanParams(ctypes.Structure):
     ]
 
 
+PLAN_ENTRIES = ("route_plan_count", "route_plan_place")
+
+
 def plan_source(entry: str) -> KernelSource:
     """``route_plan_count`` or ``route_plan_place``."""
     return KernelSource(entry, "#include <prime_kernels/route_plan.cuh>\n", f"prime_kernels::{entry}", ARCH)
-
-
-def choose_rounds(shape: ExchangeShape) -> int:
-    """In how many parts the forward works on each rank's tokens, from what is equal on all ranks.
-
-    All parts but the last are combined while the next is computed. A part must leave each expert enough rows that
-    rounding them up to blocks costs little.
-    """
-    rows_per_expert = shape.tokens * shape.topk * shape.ranks // shape.experts
-    rounds = 1
-    while (
-        rounds < MAX_ROUNDS
-        and rows_per_expert // (2 * rounds) >= MIN_ROWS_PER_GROUP
-        and 2 * rounds * shape.experts <= MAX_ROW_COUNTS
-    ):
-        rounds *= 2
-    return rounds
 
 
 class Sm90Rank:
@@ -145,7 +128,7 @@ class Sm90Rank:
         self._count = load_kernel(plan_source("route_plan_count"), self.device)
         self._place = load_kernel(plan_source("route_plan_place"), self.device)
         self._trace = trace
-        self.forward_rounds = choose_rounds(shape)
+        self.forward_rounds = shape.forward_rounds
 
     @property
     def pools(self) -> Pools:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 THREADS = 384
-SHARED_BYTES = 231472  # sizeof(SharedMap) in tiles.cuh
+SHARED_BYTES = 232336  # sizeof(SharedMap) in tiles.cuh
 ATOM = 64  # bf16 elements of a swizzled row: the inner box of every map
 SWIZZLE_BYTES = 128
 WEIGHT_BOX_ROWS = 128  # each CTA of a cluster loads this part of the weight tile for both
@@ -56,7 +56,7 @@ def launch(
     """
     pools = rank.pools
     params = ForwardParams(
-        launch=rank.launch_params(y.shape[0], clamp),
+        launch=rank.launch_params(y.shape[0], clamp, rank.forward_rounds),
         pool_x=pools.x.data_ptr(),
         y=y.data_ptr(),
         recv_stats=0 if recv_stats is None else recv_stats.data_ptr(),

@@ -108,7 +108,7 @@ template <typename Config>
 __device__ __forceinline__ void produce(const BackwardParams& params, BackwardOrder& order, const BackwardMaps& maps) {
     const LaunchParams& launch = params.launch;
     shape_backward(order.shapes, Config::kBlocks, params.dw[0].data != nullptr, params.dw[1].data != nullptr);
-    order.init(expert_rows(launch.comm), launch.problem.min_wave_tasks);
+    order.init(group_rows(launch.comm), launch.problem.min_wave_tasks);
     const uint32_t cta_in_cluster = cute::block_rank_in_cluster();
     Producer producer{cta_in_cluster};
     TaskClaims claims{Counters{launch}.next_task(), cta_in_cluster};
@@ -249,14 +249,11 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
     OutputWriter output{warpgroup, warp_row, lane};
     TaskReader reader;
     Tracer<Config::kTrace> tracer{params.launch.trace, blockIdx.x * kMathWarpgroups + warpgroup, warp % 4 == 0 and lane == 0};
+    PushAnnouncer pushes{params.launch, warpgroup};
     Stage stage;
-    bool announced = false;
     for (tracer.mark(0); reader.next(); reader.done(lane == 0), tracer.mark(0)) {
         const CtaTask& task = reader.task();
-        if (task.pushes_over and not announced) {
-            announce_pushes(params.launch, warpgroup);
-            announced = true;
-        }
+        if (task.pushes_over) pushes.reached(params.launch.problem.num_rounds);
         const bool by_rows = task.phase <= kDx;
         if (by_rows and task.rows == 0) {
             skip_operands(stage, task.phase == kGrad ? 2 * Config::kHiddenDepth : Config::kDzDepth, lane);
@@ -302,18 +299,10 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
         }
         tracer.finish(task.phase, warpgroup, task.expert, task.pool_block);
     }
-    if (not announced) announce_pushes(params.launch, warpgroup);
+    pushes.reached(params.launch.problem.num_rounds);
 }
 
 // --- Kernel -------------------------------------------------------------------------------------------------------
-
-template <typename Config>
-__device__ __forceinline__ void finish_backward(const BackwardParams& params, uint32_t lane) {
-    wait_done(params.launch, lane);
-    if (not aborted(params.launch))
-        combine_tokens<Config::kHidden, false, Config::kCombineUnroll>(params.launch.comm, params.launch.problem, params.dx, params.dtopk,
-                                                                      Counters{params.launch}.next_token(), lane);
-}
 
 template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -322,12 +311,14 @@ backward_sm90_bf16(const __grid_constant__ BackwardParams params, const __grid_c
     const uint32_t lane = threadIdx.x % kWarpSize;
     begin_exchange(params.launch, nullptr);
     const DispatchPools pools = {params.pool_x, params.pool_dy, params.weights};
+    Finisher<Config::kHidden, false, Config::kCombineUnroll> finisher{params.launch, params.dx, params.dtopk, lane,
+                                                                      blockIdx.x == 0 and warp == kFirstDispatchWarp};
 
     if (warp < kMathWarps) {
         cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
-        dispatch_head<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), blockIdx.x * kMathWarps + warp, lane);
+        dispatch_head<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, group_rows(params.launch.comm), blockIdx.x * kMathWarps + warp, lane);
         compute<Config>(params, warp, lane);
-        finish_backward<Config>(params, lane);
+        finisher.finish();
     } else {
         cutlass::arch::warpgroup_reg_dealloc<Config::kAuxRegisters>();
         if (warp == kProducerWarp) {
@@ -336,10 +327,9 @@ backward_sm90_bf16(const __grid_constant__ BackwardParams params, const __grid_c
             if (lane == 0) store_gradients<Config>(params.launch, maps);
         } else {
             const uint32_t index = blockIdx.x * kDispatchWarps + warp - kFirstDispatchWarp;
-            dispatch_rows<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), gridDim.x * kMathWarps, index,
-                                                                           gridDim.x * kDispatchWarps, lane);
-            if (index == 0) publish_done(params.launch, lane);
-            finish_backward<Config>(params, lane);
+            dispatch_rows<true, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, group_rows(params.launch.comm), gridDim.x * kMathWarps, index,
+                                                                           gridDim.x * kDispatchWarps, lane, [&] { return finisher.step(); });
+            finisher.finish();
         }
         __syncwarp();
     }

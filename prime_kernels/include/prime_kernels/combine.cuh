@@ -18,49 +18,40 @@ __device__ __forceinline__ void add_scaled(float (&sum)[8], float weight, const 
     }
 }
 
-// Tokens are claimed by whole warps, so whoever is free takes part; each token's sum has its own fixed order.
-// `kWeighted`: forward. Otherwise (dx) the slots already carry their weights, and dtopk is copied from its slots, exactly 0
-// where there is no expert. `kUnroll` slots are in flight.
+// One token by one warp. `kWeighted`: forward. Otherwise (dx) the slots already carry their weights, and dtopk is copied from
+// its slots, exactly 0 where there is no expert. `kUnroll` slots are in flight.
 template <uint32_t kHidden, bool kWeighted, uint32_t kUnroll>
-__device__ __forceinline__ void combine_tokens(const Communicator& comm, const Problem& problem, uint8_t* y, float* dtopk,
-                                               uint32_t* next_token, uint32_t lane) {
+__device__ __forceinline__ void combine_token(const Communicator& comm, uint32_t topk, uint8_t* y, float* dtopk, uint32_t token, uint32_t lane) {
     constexpr uint32_t kRowBytes = kHidden * 2;
     constexpr uint32_t kColumnBytes = 32 * 16;  // what a warp covers at once
-    const uint32_t topk = problem.num_topk;
-    for (;;) {
-        uint32_t token = 0;
-        if (lane == 0) token = atomicAdd(next_token, 1u);
-        token = __shfl_sync(0xffffffff, token, 0);
-        if (token >= problem.num_tokens) return;
-        bool routed = false;
-        float weight = 0.0f;
-        if (lane < topk) {
-            const uint64_t entry = static_cast<uint64_t>(token) * topk + lane;
-            routed = comm.own<int64_t>(comm.at.topk_idx)[entry] >= 0;
-            weight = kWeighted ? comm.own<float>(comm.at.topk_weights)[entry] : 1.0f;
-            if (not kWeighted and dtopk != nullptr) dtopk[entry] = routed ? comm.own<float>(comm.at.dtopk_slots)[entry] : 0.0f;
-        }
-        const uint32_t mask = __ballot_sync(0xffffffff, routed);
-        const uint8_t* slots = comm.own<uint8_t>(comm.at.slots) + static_cast<uint64_t>(token) * topk * kRowBytes + lane * 16;
+    bool routed = false;
+    float weight = 0.0f;
+    if (lane < topk) {
+        const uint64_t entry = static_cast<uint64_t>(token) * topk + lane;
+        routed = comm.own<int64_t>(comm.at.topk_idx)[entry] >= 0;
+        weight = kWeighted ? comm.own<float>(comm.at.topk_weights)[entry] : 1.0f;
+        if (not kWeighted and dtopk != nullptr) dtopk[entry] = routed ? comm.own<float>(comm.at.dtopk_slots)[entry] : 0.0f;
+    }
+    const uint32_t mask = __ballot_sync(0xffffffff, routed);
+    const uint8_t* slots = comm.own<uint8_t>(comm.at.slots) + static_cast<uint64_t>(token) * topk * kRowBytes + lane * 16;
+    #pragma unroll 1
+    for (uint32_t column = 0; column < kRowBytes; column += kColumnBytes) {
+        float sum[8] = {};
         #pragma unroll 1
-        for (uint32_t column = 0; column < kRowBytes; column += kColumnBytes) {
-            float sum[8] = {};
-            #pragma unroll 1
-            for (uint32_t first = 0; first < topk; first += kUnroll) {
-                uint4 held[kUnroll];
-                #pragma unroll
-                for (uint32_t i = 0; i < kUnroll; ++i)
-                    if (mask >> (first + i) & 1u) held[i] = ptx::load_streaming(slots + static_cast<uint64_t>(first + i) * kRowBytes + column);
-                #pragma unroll
-                for (uint32_t i = 0; i < kUnroll; ++i) {
-                    const float w = __shfl_sync(0xffffffff, weight, (first + i) % 32);
-                    if (mask >> (first + i) & 1u) add_scaled(sum, w, held[i]);
-                }
+        for (uint32_t first = 0; first < topk; first += kUnroll) {
+            uint4 held[kUnroll];
+            #pragma unroll
+            for (uint32_t i = 0; i < kUnroll; ++i)
+                if (mask >> (first + i) & 1u) held[i] = ptx::load_streaming(slots + static_cast<uint64_t>(first + i) * kRowBytes + column);
+            #pragma unroll
+            for (uint32_t i = 0; i < kUnroll; ++i) {
+                const float w = __shfl_sync(0xffffffff, weight, (first + i) % 32);
+                if (mask >> (first + i) & 1u) add_scaled(sum, w, held[i]);
             }
-            const uint4 packed = {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]),
-                                  ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])};
-            ptx::store_global(y + static_cast<uint64_t>(token) * kRowBytes + column + lane * 16, packed);
         }
+        const uint4 packed = {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]),
+                              ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])};
+        ptx::store_global(y + static_cast<uint64_t>(token) * kRowBytes + column + lane * 16, packed);
     }
 }
 

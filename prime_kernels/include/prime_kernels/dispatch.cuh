@@ -12,15 +12,22 @@ namespace prime_kernels {
 constexpr uint32_t kRowsPerChunk = 32;  // one lane finds each row's origin; a chunk never crosses a row block
 constexpr uint32_t kVectorBytes = 16;
 
+// Where a group (round, local expert) stands in a rank's route plan.
+__device__ __forceinline__ uint32_t route_key(const LaunchParams& launch, uint32_t group) {
+    const Problem& problem = launch.problem;
+    const uint32_t all_experts = problem.num_local_experts * launch.comm.num_ranks;
+    return problem.round_of(group) * all_experts + launch.comm.rank * problem.num_local_experts + problem.expert_of(group);
+}
+
 // Finds the origin of row `row` of the cursor's expert.
-__device__ __forceinline__ RowOrigin find_origin(const Communicator& comm, const ExpertRows& table, const ExpertCursor& cursor,
+__device__ __forceinline__ RowOrigin find_origin(const LaunchParams& launch, const ExpertRows& table, const ExpertCursor& cursor,
                                                  uint32_t row) {
+    const Communicator& comm = launch.comm;
     uint32_t rank = 0, before = 0;
     for (uint32_t count; rank + 1 < comm.num_ranks and
                          row >= before + (count = table.rows[cursor.expert * comm.num_ranks + rank]); ++rank)
         before += count;
-    const uint32_t global_expert = comm.rank * table.num_experts + cursor.expert;
-    const uint32_t begin = comm.peer<uint32_t>(rank, comm.at.route_begin)[global_expert];
+    const uint32_t begin = comm.peer<uint32_t>(rank, comm.at.route_begin)[route_key(launch, cursor.expert)];
     return {rank, comm.peer<uint32_t>(rank, comm.at.route_list)[begin + row - before]};
 }
 
@@ -63,7 +70,7 @@ __device__ __forceinline__ void dispatch_piece(const LaunchParams& launch, const
     const uint64_t pool_row = static_cast<uint64_t>(cursor.pool_block) * kBlockM + first_row;
     uint64_t source = 0;
     if (lane < valid) {
-        const RowOrigin origin = find_origin(comm, table, cursor, first_row + lane);
+        const RowOrigin origin = find_origin(launch, table, cursor, first_row + lane);
         launch.origins[pool_row + lane] = origin;
         source = comm.peers[origin.rank] + static_cast<uint64_t>(origin.entry / launch.problem.num_topk) * kRowBytes;
         if (kBackward) pools.weights[pool_row + lane] = comm.peer<float>(origin.rank, comm.at.topk_weights)[origin.entry];
@@ -126,16 +133,26 @@ __device__ __forceinline__ void dispatch_head(const LaunchParams& launch, const 
 }
 
 // The dispatch role of one warp: every `num_warps`-th chunk behind the head. A block is fetched when the phase that reads
-// the rows has finished a tile of the block `dispatch_lead` before it.
-template <bool kBackward, uint32_t kInFlight, uint32_t kRowBytes>
+// the rows has finished a tile of the block `dispatch_lead` before it; while that is awaited, `idle` may do other work.
+template <bool kBackward, uint32_t kInFlight, uint32_t kRowBytes, typename Idle>
 __device__ __forceinline__ void dispatch_rows(const LaunchParams& launch, const DispatchPools& pools, const ExpertRows& table, uint32_t head_warps,
-                                              uint32_t warp, uint32_t num_warps, uint32_t lane) {
+                                              uint32_t warp, uint32_t num_warps, uint32_t lane, const Idle& idle) {
     ChunkWalk<kBackward> walk(table);
     const uint32_t lead = launch.problem.dispatch_lead;
     for (uint32_t chunk = head_warps / (kRowsPerChunk / kHeadRows) + warp; walk.seek(chunk); chunk += num_warps) {
         const uint32_t first_row = walk.first_row(chunk);
         const uint32_t block = walk.cursor.pool_block + first_row / kBlockM;
-        if (block >= lead) wait_counter(launch, Counters{launch}.tiles_done(block - lead), 1, kFaultActivationRows);
+        if (block >= lead) {
+            const uint32_t* progress = Counters{launch}.tiles_done(block - lead);
+            const uint64_t start = ptx::nanoseconds();
+            while (__shfl_sync(0xffffffff, ptx::load_acquire_gpu(progress), 0) == 0) {
+                if (__any_sync(0xffffffff, aborted(launch))) break;
+                if (idle()) continue;
+                if (ptx::nanoseconds() - start > launch.comm.timeout_ns and lane == 0)
+                    raise_fault(launch, kFaultActivationRows, launch.comm.rank, 1, 0);
+                __nanosleep(kIdlePollNanoseconds);
+            }
+        }
         dispatch_piece<kBackward, kInFlight, kRowBytes>(launch, pools, table, walk.cursor, first_row, kRowsPerChunk, lane);
     }
 }

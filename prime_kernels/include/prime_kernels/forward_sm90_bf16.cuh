@@ -43,7 +43,7 @@ template <typename Config>
 __device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder& order, const cute::TmaDescriptor* x_map,
                                         const cute::TmaDescriptor* w1_map, const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* w2_map) {
     shape_forward(order.shapes, Config::kL1Blocks, Config::kL2Blocks);
-    order.init(expert_rows(launch.comm), launch.problem.min_wave_tasks);
+    order.init(group_rows(launch.comm), launch.problem.min_wave_tasks);
     const uint32_t cta_in_cluster = cute::block_rank_in_cluster();
     Producer producer{cta_in_cluster};
     TaskClaims claims{Counters{launch}.next_task(), cta_in_cluster};
@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder
             claims.tick(depth - k_block);
             Barrier& full = producer.acquire(bytes);
             producer.load_a(a_operand, full, k_block * kBlockK, own.pool_block * kBlockM, splits_n);
-            if (with_b) producer.load_b(b_operand, full, k_block * kBlockK, rows0, rows1, own.expert, splits_n);
+            if (with_b) producer.load_b(b_operand, full, k_block * kBlockK, rows0, rows1, launch.problem.expert_of(own.expert), splits_n);
         }
     }
     writer.put({kNoMoreTasks});
@@ -102,11 +102,13 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
     TaskReader reader;
     Tracer<Config::kTrace> tracer{params.launch.trace, blockIdx.x * kMathWarpgroups + warpgroup, warp % 4 == 0 and lane == 0};
     const float limit = params.launch.problem.clamp;
+    PushAnnouncer pushes{params.launch, warpgroup};
     Stage stage;
     for (tracer.mark(0); reader.next(); reader.done(lane == 0), tracer.mark(0)) {
         const CtaTask& task = reader.task();
         const bool is_l1 = task.phase == kForwardL1;
         const uint32_t depth = is_l1 ? Config::kL1Depth : Config::kL2Depth;
+        if (not is_l1) pushes.reached(params.launch.problem.round_of(task.expert));
         if (task.rows == 0) {
             skip_operands(stage, depth, lane);
             continue;
@@ -140,17 +142,10 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
         }
         tracer.finish(task.phase, warpgroup, task.expert, task.pool_block);
     }
-    announce_pushes(params.launch, warpgroup);
+    pushes.reached(params.launch.problem.num_rounds);
 }
 
 // --- Kernel -------------------------------------------------------------------------------------------------------
-
-template <typename Config>
-__device__ __forceinline__ void finish_forward(const ForwardParams& params, uint32_t lane) {
-    wait_done(params.launch, lane);
-    if (not aborted(params.launch))
-        combine_tokens<Config::kHidden, true, 8>(params.launch.comm, params.launch.problem, params.y, nullptr, Counters{params.launch}.next_token(), lane);
-}
 
 template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -161,12 +156,13 @@ forward_sm90_bf16(const __grid_constant__ ForwardParams params, const __grid_con
     const uint32_t lane = threadIdx.x % kWarpSize;
     begin_exchange(params.launch, params.recv_stats);
     const DispatchPools pools = {params.pool_x, nullptr, nullptr};
+    Finisher<Config::kHidden, true, 8> finisher{params.launch, params.y, nullptr, lane, blockIdx.x == 0 and warp == kFirstDispatchWarp};
 
     if (warp < kMathWarps) {
         cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
-        dispatch_head<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), blockIdx.x * kMathWarps + warp, lane);
+        dispatch_head<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, group_rows(params.launch.comm), blockIdx.x * kMathWarps + warp, lane);
         compute<Config>(params, warp, lane);
-        finish_forward<Config>(params, lane);
+        finisher.finish();
     } else {
         cutlass::arch::warpgroup_reg_dealloc<Config::kAuxRegisters>();
         if (warp == kProducerWarp) {
@@ -176,10 +172,9 @@ forward_sm90_bf16(const __grid_constant__ ForwardParams params, const __grid_con
             if (lane == 0) store_activations(params.launch, &a_map);
         } else {
             const uint32_t index = blockIdx.x * kDispatchWarps + warp - kFirstDispatchWarp;
-            dispatch_rows<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, expert_rows(params.launch.comm), gridDim.x * kMathWarps, index,
-                                                                           gridDim.x * kDispatchWarps, lane);
-            if (index == 0) publish_done(params.launch, lane);
-            finish_forward<Config>(params, lane);
+            dispatch_rows<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, group_rows(params.launch.comm), gridDim.x * kMathWarps, index,
+                                                                           gridDim.x * kDispatchWarps, lane, [&] { return finisher.step(); });
+            finisher.finish();
         }
         __syncwarp();
     }

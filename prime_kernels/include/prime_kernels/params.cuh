@@ -6,7 +6,8 @@
 namespace prime_kernels {
 
 constexpr uint32_t kMaxRanks = 32;
-constexpr uint64_t kAbortedEpoch = ~0ull;  // a peer that gave up says so in place of an epoch
+constexpr uint32_t kMaxRounds = 4;
+constexpr uint64_t kAbortedBit = 1ull << 63;  // a peer that gave up in an epoch says so with its flag
 
 // Byte offsets into a rank's symmetric buffer, the same on every rank.
 struct SymmetricOffsets {
@@ -14,13 +15,13 @@ struct SymmetricOffsets {
     uint64_t dy;            // bf16 [T, H]
     uint64_t topk_idx;      // int64 [T, K]
     uint64_t topk_weights;  // fp32 [T, K]
-    uint64_t route_count;   // uint32 [E]: rows this rank sends to each expert
-    uint64_t route_begin;   // uint32 [E]: where the expert's entries start in the list
-    uint64_t route_list;    // uint32 [T * K]: token * K + slot, by (expert, token, slot)
+    uint64_t route_count;   // uint32 [rounds, E]: rows this rank sends to each expert in each round
+    uint64_t route_begin;   // uint32 [rounds, E]: where these entries start in the list
+    uint64_t route_list;    // uint32 [T * K]: token * K + slot, by (round, expert, token, slot)
     uint64_t slots;         // bf16 [T, K, H]: results returned to this rank
     uint64_t dtopk_slots;   // fp32 [T, K]
     uint64_t ready_flags;   // uint64 [R]: written by peer p: its staging and route plan of this epoch are ready
-    uint64_t done_flags;    // uint64 [R]: written by peer p: it has pulled from and pushed to this rank
+    uint64_t done_flags;    // uint64 [rounds, kMaxRanks]: written by peer p: it has pushed this round's rows to this rank
     uint64_t epoch;         // uint64: calls so far, counted on the device by the route plan so that graphs can be replayed
 };
 
@@ -73,8 +74,16 @@ struct Problem {
     uint32_t num_local_experts;
     uint32_t pool_blocks;     // capacity of the pools in row blocks
     uint32_t min_wave_tasks;
+    uint32_t num_rounds;      // parts that each rank's tokens are worked on in, one after the other
     uint32_t dispatch_lead;   // row blocks that dispatch may run ahead of the work, so that rows are still in L2 when read
     float clamp;              // +inf: no clamp
+
+    // Each rank's tokens are cut into num_rounds runs of this many; a round is combined while the next is worked on. To the
+    // kernels every (round, local expert) is a group of rows of its own.
+    __device__ __forceinline__ uint32_t tokens_per_round() const { return (num_tokens + num_rounds - 1) / num_rounds; }
+    __device__ __forceinline__ uint32_t num_groups() const { return num_rounds * num_local_experts; }
+    __device__ __forceinline__ uint32_t round_of(uint32_t group) const { return group / num_local_experts; }
+    __device__ __forceinline__ uint32_t expert_of(uint32_t group) const { return group % num_local_experts; }
 };
 
 // One task of one warpgroup, in nanoseconds of the global timer; written only by kernels compiled with tracing.
@@ -138,9 +147,10 @@ struct Counters {
     const LaunchParams& launch;
     static constexpr uint32_t kHeader = 32;
     __device__ __forceinline__ uint32_t* abort() const { return launch.counters; }
-    __device__ __forceinline__ uint32_t* pushers_done() const { return launch.counters + 1; }  // warpgroups that have pushed all
-    __device__ __forceinline__ uint32_t* next_token() const { return launch.counters + 2; }    // of combine
-    __device__ __forceinline__ uint32_t* next_task() const { return launch.counters + 3; }
+    __device__ __forceinline__ uint32_t* next_task() const { return launch.counters + 1; }
+    // Warpgroups that have pushed all rows of a round; the next token of a round to be combined.
+    __device__ __forceinline__ uint32_t* pushers_done(uint32_t round) const { return launch.counters + 4 + round; }
+    __device__ __forceinline__ uint32_t* next_token(uint32_t round) const { return launch.counters + 4 + kMaxRounds + round; }
     __device__ __forceinline__ uint32_t* rows_dispatched(uint32_t block) const { return launch.counters + kHeader + block; }
     __device__ __forceinline__ uint32_t* tiles_done(uint32_t block) const { return rows_dispatched(launch.problem.pool_blocks + block); }
     __device__ __forceinline__ uint32_t* expert_done(uint32_t expert) const { return rows_dispatched(2 * launch.problem.pool_blocks + expert); }

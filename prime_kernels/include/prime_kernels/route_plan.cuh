@@ -1,4 +1,4 @@
-// The route plan of one rank: a stable counting sort of (token, slot) by expert, in two small launches. Each CTA owns a
+// The route plan of one rank: a stable counting sort of (token, slot) by round and expert (the key), in two small launches. Each CTA owns a
 // run of consecutive entries; within a CTA each warp owns a run; so the order of an expert's entries is their own order.
 #pragma once
 
@@ -16,23 +16,27 @@ struct PlanParams {
     const int64_t* topk_idx;   // [n * K]
     uint32_t num_entries;      // n * K
     uint32_t num_experts;
-    uint32_t* chunk_counts;    // [chunks, E]
-    uint32_t* route_count;     // [E]
-    uint32_t* route_begin;     // [E]
+    uint32_t* chunk_counts;    // [chunks, rounds * E]
+    uint32_t* route_count;     // [rounds, E]
+    uint32_t* route_begin;     // [rounds, E]
     uint32_t* route_list;      // [T * K]
     uint32_t* counters;        // zeroed here for the kernel that follows
     uint32_t num_counters;
     uint32_t rank;
+    uint32_t num_rounds;
+    uint32_t entries_per_round;
     uint64_t* epoch;
     FaultRecord* fault;
 };
 
-// Expert of an entry, or num_experts for none. An id outside [0, E) that is not -1 is a fault: reported, then skipped.
-__device__ __forceinline__ uint32_t expert_of(const PlanParams& params, uint32_t entry) {
-    if (entry >= params.num_entries) return params.num_experts;
+// Key of an entry, or num_keys for none. An id outside [0, E) that is not -1 is a fault: reported, then skipped.
+__device__ __forceinline__ uint32_t num_keys(const PlanParams& params) { return params.num_rounds * params.num_experts; }
+
+__device__ __forceinline__ uint32_t key_of(const PlanParams& params, uint32_t entry) {
+    if (entry >= params.num_entries) return num_keys(params);
     const int64_t id = params.topk_idx[entry];
-    if (id >= 0 and id < params.num_experts) return static_cast<uint32_t>(id);
-    if (id != -1 and atomicCAS(&params.fault->reserved, 0u, 1u) == 0u) {
+    if (id >= 0 and id < params.num_experts) return entry / params.entries_per_round * params.num_experts + static_cast<uint32_t>(id);
+    if (id != -1 and atomicCAS(&params.fault->reserved, 0u, 1u) == 0u and *reinterpret_cast<volatile uint32_t*>(&params.fault->site) == kFaultNone) {
         params.fault->rank = params.rank;
         params.fault->peer = entry;
         params.fault->epoch = *params.epoch;
@@ -41,57 +45,58 @@ __device__ __forceinline__ uint32_t expert_of(const PlanParams& params, uint32_t
         __threadfence_system();
         *reinterpret_cast<volatile uint32_t*>(&params.fault->site) = kFaultExpertIndex;
     }
-    return params.num_experts;
+    return num_keys(params);
 }
 
-// Launch 1: entries of each expert in each CTA's run; zeroes the counters of the coming launch and counts it.
+// Launch 1: entries of each key in each CTA's run; zeroes the counters of the coming launch and counts it.
 extern "C" __global__ void __launch_bounds__(kPlanThreads) route_plan_count(const __grid_constant__ PlanParams params) {
     extern __shared__ uint32_t counts[];
+    const uint32_t keys = num_keys(params);
     if (blockIdx.x == 0 and threadIdx.x == 0) *params.epoch += 1;
-    for (uint32_t i = threadIdx.x; i < params.num_experts; i += kPlanThreads) counts[i] = 0;
+    for (uint32_t i = threadIdx.x; i < keys; i += kPlanThreads) counts[i] = 0;
     for (uint32_t i = blockIdx.x * kPlanThreads + threadIdx.x; i < params.num_counters; i += gridDim.x * kPlanThreads) params.counters[i] = 0;
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < kEntriesPerCta; i += kPlanThreads) {
-        const uint32_t expert = expert_of(params, blockIdx.x * kEntriesPerCta + i);
-        if (expert < params.num_experts) atomicAdd(&counts[expert], 1u);  // only the sum matters: no order is decided here
+        const uint32_t key = key_of(params, blockIdx.x * kEntriesPerCta + i);
+        if (key < keys) atomicAdd(&counts[key], 1u);  // only the sum matters: no order is decided here
     }
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < params.num_experts; i += kPlanThreads)
-        params.chunk_counts[static_cast<uint64_t>(blockIdx.x) * params.num_experts + i] = counts[i];
+    for (uint32_t i = threadIdx.x; i < keys; i += kPlanThreads)
+        params.chunk_counts[static_cast<uint64_t>(blockIdx.x) * keys + i] = counts[i];
 }
 
-// Launch 2: where this CTA's, then each warp's entries of each expert begin; then each warp places its entries in order.
+// Launch 2: where this CTA's, then each warp's entries of each key begin; then each warp places its entries in order.
 extern "C" __global__ void __launch_bounds__(kPlanThreads) route_plan_place(const __grid_constant__ PlanParams params) {
     extern __shared__ uint32_t shared_plan[];
     constexpr uint32_t kLoadsInFlight = 16;
-    const uint32_t num_experts = params.num_experts;
-    uint32_t* next = shared_plan;                        // [kPlanWarps][E]: where the warp's next entry of the expert goes
-    uint32_t* begins = next + kPlanWarps * num_experts;  // [E]: where the expert's entries begin in the list
-    uint32_t* carry = begins + num_experts;              // [kPlanWarps]
+    const uint32_t keys = num_keys(params);
+    uint32_t* next = shared_plan;                        // [kPlanWarps][keys]: where the warp's next entry of the key goes
+    uint32_t* begins = next + kPlanWarps * keys;  // [keys]: where the key's entries begin in the list
+    uint32_t* carry = begins + keys;              // [kPlanWarps]
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t first = blockIdx.x * kEntriesPerCta + warp * kEntriesPerWarp;
 
-    uint32_t experts[kEntriesPerLane];
+    uint32_t entry_keys[kEntriesPerLane];
     #pragma unroll
-    for (uint32_t i = 0; i < kEntriesPerLane; ++i) experts[i] = expert_of(params, first + i * 32 + lane);
-    for (uint32_t i = threadIdx.x; i < kPlanWarps * num_experts; i += kPlanThreads) next[i] = 0;
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) entry_keys[i] = key_of(params, first + i * 32 + lane);
+    for (uint32_t i = threadIdx.x; i < kPlanWarps * keys; i += kPlanThreads) next[i] = 0;
     __syncthreads();
     #pragma unroll
     for (uint32_t i = 0; i < kEntriesPerLane; ++i)
-        if (experts[i] < num_experts) atomicAdd(&next[warp * num_experts + experts[i]], 1u);
+        if (entry_keys[i] < keys) atomicAdd(&next[warp * keys + entry_keys[i]], 1u);
     __syncthreads();
 
-    // Experts are scanned kPlanThreads at a time; `base` is where this group's entries begin.
+    // Keys are scanned kPlanThreads at a time; `base` is where this group's entries begin.
     uint32_t base = 0;
-    for (uint32_t group = 0; group < num_experts; group += kPlanThreads) {
-        const uint32_t expert = group + threadIdx.x;
+    for (uint32_t group = 0; group < keys; group += kPlanThreads) {
+        const uint32_t key = group + threadIdx.x;
         uint32_t before = 0, total = 0;
-        if (expert < num_experts) {
+        if (key < keys) {
             for (uint32_t chunk = 0; chunk < gridDim.x; chunk += kLoadsInFlight) {
                 uint32_t held[kLoadsInFlight];
                 #pragma unroll
                 for (uint32_t i = 0; i < kLoadsInFlight; ++i)
-                    held[i] = chunk + i < gridDim.x ? params.chunk_counts[static_cast<uint64_t>(chunk + i) * num_experts + expert] : 0;
+                    held[i] = chunk + i < gridDim.x ? params.chunk_counts[static_cast<uint64_t>(chunk + i) * keys + key] : 0;
                 #pragma unroll
                 for (uint32_t i = 0; i < kLoadsInFlight; ++i) {
                     if (chunk + i < blockIdx.x) before += held[i];
@@ -99,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads) route_plan_place(cons
                 }
             }
             for (uint32_t w = 0; w < kPlanWarps; ++w) {
-                const uint32_t count = next[w * num_experts + expert];
-                next[w * num_experts + expert] = before;
+                const uint32_t count = next[w * keys + key];
+                next[w * keys + key] = before;
                 before += count;
             }
         }
@@ -117,11 +122,11 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads) route_plan_place(cons
             if (w < warp) begin += carry[w];
             base += carry[w];
         }
-        if (expert < num_experts) {
-            begins[expert] = begin;
+        if (key < keys) {
+            begins[key] = begin;
             if (blockIdx.x == 0) {
-                params.route_count[expert] = total;
-                params.route_begin[expert] = begin;
+                params.route_count[key] = total;
+                params.route_begin[key] = begin;
             }
         }
         __syncthreads();
@@ -129,15 +134,15 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads) route_plan_place(cons
 
     #pragma unroll
     for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
-        const uint32_t expert = experts[i];
-        const uint32_t same = __match_any_sync(0xffffffff, expert);
+        const uint32_t key = entry_keys[i];
+        const uint32_t same = __match_any_sync(0xffffffff, key);
         const uint32_t earlier = __popc(same & ((1u << lane) - 1u));
         uint32_t place = 0;
-        if (expert < num_experts) place = next[warp * num_experts + expert];
+        if (key < keys) place = next[warp * keys + key];
         __syncwarp();
-        if (expert < num_experts) {
-            params.route_list[begins[expert] + place + earlier] = first + i * 32 + lane;
-            if (earlier == 0) next[warp * num_experts + expert] = place + __popc(same);
+        if (key < keys) {
+            params.route_list[begins[key] + place + earlier] = first + i * 32 + lane;
+            if (earlier == 0) next[warp * keys + key] = place + __popc(same);
         }
         __syncwarp();
     }

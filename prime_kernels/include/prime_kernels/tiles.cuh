@@ -53,11 +53,11 @@ constexpr uint32_t kOutputSlots = 2;
 constexpr uint32_t kOutputTileBytes = kRowsPerWarpgroup * kSwizzleBytes;
 constexpr uint32_t kTaskSlots = 3;
 constexpr uint32_t kClaimSlots = 2;
-constexpr uint32_t kMaxRowCounts = 384;  // local experts x ranks = E
+constexpr uint32_t kMaxRowCounts = 600;  // rounds x local experts x ranks = rounds x E
 
 struct CtaTask {
     uint32_t phase;       // kNoMoreTasks: the end
-    uint32_t expert;
+    uint32_t expert;      // group: (round, local expert)
     uint32_t rows;        // by rows: valid rows of this CTA's block, 0 if it has none; else: all rows of the expert
     uint32_t pool_block;  // by rows: this CTA's block; else: the expert's first block
     uint32_t m_block;     // not by rows: this CTA's block of the gradient's first dimension
@@ -71,7 +71,7 @@ struct SharedMap {
     uint8_t a[kStages][kBytesA];
     uint8_t b[kStages][kBytesB];
     uint8_t output[kMathWarpgroups][kOutputSlots][kOutputTileBytes];
-    uint32_t rows[kMaxRowCounts];  // [local expert][rank]
+    uint32_t rows[kMaxRowCounts];  // [group][rank]
     CtaTask tasks[kTaskSlots];
     uint64_t order[30];            // the producer's walk through the order of work
     Barrier full[kStages], empty[kStages];
@@ -79,10 +79,10 @@ struct SharedMap {
     Barrier output_full[kMathWarpgroups][kOutputSlots], output_empty[kMathWarpgroups][kOutputSlots];
     Barrier claim_full[kClaimSlots], claim_empty[kClaimSlots];
     uint32_t claims[kClaimSlots];
-    uint32_t num_experts;          // local experts to work on: 0 after a fault
+    uint32_t num_groups;           // groups to work on: 0 after a fault
     uint32_t reserved;
 };
-constexpr uint32_t kSharedBytes = 231472;  // forward/sm90_bf16.py launches with this many
+constexpr uint32_t kSharedBytes = 232336;  // forward/sm90_bf16.py launches with this many
 static_assert(sizeof(SharedMap) == kSharedBytes, "The host must allocate what the map needs");
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];

@@ -21,6 +21,7 @@ __device__ __forceinline__ uint64_t current_epoch(const Communicator& comm) { re
 __device__ __forceinline__ void raise_fault(const LaunchParams& launch, uint32_t site, uint32_t peer, uint64_t expected, uint64_t seen) {
     if (atomicCAS(Counters{launch}.abort(), 0u, site) != 0u) return;
     FaultRecord* record = launch.fault;
+    if (*reinterpret_cast<volatile uint32_t*>(&record->site) != kFaultNone) return;  // an earlier one that the host has not read yet
     record->rank = launch.comm.rank;
     record->peer = peer;
     record->epoch = current_epoch(launch.comm);
@@ -55,7 +56,7 @@ template <bool kIdle = false>
 __device__ __forceinline__ void wait_flag(const LaunchParams& launch, const uint64_t* flag, uint32_t peer, uint32_t site) {
     const uint64_t start = ptx::nanoseconds(), epoch = current_epoch(launch.comm);
     uint64_t seen;
-    for (uint32_t polls = 1; (seen = ptx::load_acquire_sys(flag)) < epoch; ++polls) {
+    for (uint32_t polls = 1; ((seen = ptx::load_acquire_sys(flag)) & ~kAbortedBit) < epoch; ++polls) {
         if constexpr (kIdle) __nanosleep(kIdlePollNanoseconds);
         if (polls % kPollsPerClockRead == 0) {
             if (aborted(launch)) return;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void wait_flag(const LaunchParams& launch, const uint
             }
         }
     }
-    if (seen == kAbortedEpoch) raise_fault(launch, kFaultPeerAborted, peer, epoch, seen);
+    if (seen == (epoch | kAbortedBit)) raise_fault(launch, kFaultPeerAborted, peer, epoch, seen);
 }
 
 }  // namespace prime_kernels
