@@ -42,17 +42,17 @@ def bf16_mega_moe(
         l1_weights: bf16 [El, 2I, H], rows [gate | up]. Only the last dim has to be contiguous.
         l2_weights: bf16 [El, H, I]. Only the last dim has to be contiguous.
         sym_buffer: the staging buffer. With "f32xf32" or "f64xf64" every bf16 here is fp32 or fp64.
-        shared_l1_weights, shared_l2_weights: [2Is, H] and [H, Is] of a shared expert, added with weight 1. The
-            SM90 backend adds its fp32 output to the bf16 sum of the routed experts, so y is rounded twice.
+        shared_l1_weights, shared_l2_weights: [2Is, H] and [H, Is] of a shared expert, added with weight 1.
+            The SM90 backend adds its fp32 output to the bf16 sum of the routed experts: y is rounded twice.
         cumulative_local_expert_recv_stats: int32 [El]; the rows each local expert received are added to it.
         activation: "swiglu".
         activation_clamp: c, None for no clamp.
-        fast_math: the kernels may use approximate exp and division. The reference is exact either way, and the
-            SM90 kernels are the same either way: their sigmoid is off by at most a quarter of the rounding of
-            the bf16 activation it goes into.
+        fast_math: the kernels may use approximate exp and division. The reference is exact either way. The
+            SM90 kernels are the same either way: their sigmoid is off by at most a quarter of the rounding
+            of the bf16 activation it goes into.
         l1_natural_layout: False when the gate and up rows of the L1 weights (the shared one's too) alternate
-            in groups of 8. The SM90 backend then copies them into natural order at each call, into memory that
-            the buffer keeps; weights in natural layout are never copied.
+            in groups of 8. The SM90 backend then copies them into natural order at each call, into memory
+            that the buffer keeps; weights in natural layout are never copied.
 
     Raises:
         ValueError: a tensor or argument outside its limits.

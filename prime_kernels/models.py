@@ -1,7 +1,7 @@
 """Shapes of the expert layers of public models, by name: what `warmup` compiles for and `bench` measures.
 
 The numbers come from each model's published `config.json` (hidden_size, moe_intermediate_size or
-intermediate_size, num_experts or n_routed_experts, num_experts_per_tok, n_shared_experts).
+intermediate_size, num_experts or n_routed_experts, num_experts_per_tok, n_shared_experts, swiglu_limit).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ class ModelShape:
     hidden: H, width of a token. intermediate: I, width of one expert.
     num_experts: E, routed experts of a layer. top_k: K, experts per token.
     num_shared_experts: experts every token passes through, each of width I.
+    activation_clamp: the limit of the model's SwiGLU (swiglu_limit), None without one.
     """
 
     name: str
@@ -24,6 +25,7 @@ class ModelShape:
     num_experts: int
     top_k: int
     num_shared_experts: int = 0
+    activation_clamp: float | None = None
 
     def experts_per_rank(self, ep: int) -> int:
         """Experts on each of `ep` ranks. Raises ValueError when the ranks cannot share them equally."""
@@ -47,8 +49,8 @@ MODELS: dict[str, ModelShape] = {
         ModelShape("olmoe-1b-7b", hidden=2048, intermediate=1024, num_experts=64, top_k=8),
         ModelShape("mixtral-8x7b", hidden=4096, intermediate=14336, num_experts=8, top_k=2),
         ModelShape("mixtral-8x22b", hidden=6144, intermediate=16384, num_experts=8, top_k=2),
-        ModelShape("gpt-oss-20b", hidden=2880, intermediate=2880, num_experts=32, top_k=4),
-        ModelShape("gpt-oss-120b", hidden=2880, intermediate=2880, num_experts=128, top_k=4),
+        ModelShape("gpt-oss-20b", 2880, 2880, num_experts=32, top_k=4, activation_clamp=7.0),
+        ModelShape("gpt-oss-120b", 2880, 2880, num_experts=128, top_k=4, activation_clamp=7.0),
     )
 }
 

@@ -147,10 +147,10 @@ def _checked_timeout(value: float | str, source: str) -> float:
 def set_pool_capacity_factor(factor: float | None) -> None:
     """Set how many dispatched rows a rank has room for, for buffers built from now on.
 
-    ``factor`` times the rows of even routing: with T tokens per rank and top-k K, a rank receives T K rows when
-    all ranks bring T tokens and all experts are equally loaded. None (the default) has room for any routing,
-    which is R T K rows for R ranks. A call whose routing needs more raises a RuntimeError that names the
-    rows; no row is ever dropped. Equal on all ranks. The reference backend has no pools.
+    ``factor`` times the rows of even routing: with T tokens per rank and top-k K, a rank receives T K rows
+    when all ranks bring T tokens and all experts are equally loaded. None (the default) has room for any
+    routing, which is R T K rows for R ranks. A call whose routing needs more raises a RuntimeError that names
+    the rows; no row is ever dropped. Equal on all ranks. The reference backend has no pools.
 
     Raises:
         ValueError: when ``factor`` is not a finite number above 0.
@@ -160,7 +160,7 @@ def set_pool_capacity_factor(factor: float | None) -> None:
 
 
 def get_pool_capacity_factor() -> float | None:
-    """The factor of :func:`set_pool_capacity_factor`, else ``$PRIME_KERNELS_POOL_CAPACITY_FACTOR``, else None."""
+    """The factor of :func:`set_pool_capacity_factor`, else $PRIME_KERNELS_POOL_CAPACITY_FACTOR, else None."""
     if _pool_capacity_factor is not _UNSET:
         assert _pool_capacity_factor is None or isinstance(_pool_capacity_factor, float)
         return _pool_capacity_factor

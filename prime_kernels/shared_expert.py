@@ -1,8 +1,8 @@
 """The shared expert on the GPU: dense SwiGLU of this rank's own tokens, by torch's GEMMs on the same stream.
 
-It needs no exchange. Products come in fp32, and bf16 roundings are where the kernels have theirs: z, a, dz and
-the operands of the weight gradients. Only the sum differs: the kernels have rounded the routed experts' part
-to bf16 already, and it is rounded again after this part is added.
+It needs no exchange. Products come in fp32, and bf16 roundings are where the kernels have theirs: z, a, dz
+and the operands of the weight gradients. Only the sum differs: the kernels have rounded the routed experts'
+part to bf16 already, and it is rounded again after this part is added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def add_forward(
 
 
 def add_backward(
-    dx: Tensor, dgate_up: Tensor | None, ddown: Tensor | None, dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor,
+    dx: Tensor, dgate_up: Tensor | None, ddown: Tensor | None, dy: Tensor, x: Tensor,
+    gate_up: Tensor, down: Tensor,
     clamp: float | None, accumulate: bool, interleaved: bool, grad_interleaved: bool,
 ) -> None:  # fmt: skip
     """dx += the shared expert's part; its weight gradients, of this rank's tokens, overwritten or added to.
@@ -51,6 +52,8 @@ def _natural(gate_up: Tensor, interleaved: bool) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b of bf16 matrices in fp32."""
+    if a.numel() == 0:  # no tokens
+        return torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

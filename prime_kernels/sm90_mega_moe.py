@@ -25,7 +25,7 @@ def forward(
     cumulative_local_expert_recv_stats: Tensor | None, activation_clamp: float | None,
     fast_math: bool, l1_natural_layout: bool,
 ) -> None:  # fmt: skip
-    """:func:`.bf16.bf16_mega_moe` with checked arguments. ``fast_math`` makes no difference here, see there."""
+    """:func:`.bf16.bf16_mega_moe` with checked arguments. ``fast_math`` makes no difference, see there."""
     rank, memory = _state(sym_buffer)
     memory.begin_call(rank)
     l1 = _natural_weights(memory, l1_weights, l1_natural_layout)
@@ -76,7 +76,8 @@ def backward(
             alternating.copy_(halves)
     if shared_l1_weights is not None and shared_l2_weights is not None:
         shared_expert.add_backward(
-            dx_target, shared_dw1_weights, shared_dw2_weights, rank.dy[:num_tokens], sym_buffer.x[:num_tokens],
+            dx_target, shared_dw1_weights, shared_dw2_weights,
+            rank.dy[:num_tokens], sym_buffer.x[:num_tokens],
             shared_l1_weights, shared_l2_weights, activation_clamp, accumulate,
             not l1_natural_layout, not dw_natural_layout,
         )  # fmt: skip
@@ -92,7 +93,7 @@ def _state(buffer: SymmBuffer) -> tuple[Sm90Rank, Sm90Memory]:
 
 
 def _natural_weights(memory: Sm90Memory, l1: Tensor, natural: bool) -> Tensor:
-    """[El, 2I, H] with rows [gate | up]: ``l1`` itself, or a copy of interleaved weights in the buffer's scratch."""
+    """[El, 2I, H] with rows [gate | up]: ``l1``, or a copy of interleaved weights in the buffer's scratch."""
     if natural:
         check_tma_access("l1_weights", l1)
         return l1

@@ -1,4 +1,4 @@
-"""The memory behind a SymmBuffer of the SM90 backend: symmetric storage, pools and faults, for all its views."""
+"""The memory behind a SymmBuffer of the SM90 backend and all its views: symmetric storage, pools, faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import runtime, validation
-from .exchange import FLAGS_BYTES, ExchangeShape, FaultBox, PoolMemory, pool_layout
+from .exchange import FLAGS_BYTES, ExchangeShape, FaultBox, PoolMemory, capturing, pool_layout
 from .sm90 import Sm90Rank
 
 # The kernels use no multicast, and setting it up fails on some hosts.
@@ -22,9 +22,9 @@ _NO_MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class Sm90Memory:
     """What all views of one buffer share on this rank.
 
-    One storage of ``num_symmetric_bytes`` that every rank of the group can read and write, in which each shape
-    has its own layout behind the flags and the epoch, which lie at the same place for all; the pools; and the
-    record of faults.
+    One storage of ``num_symmetric_bytes`` that every rank of the group can read and write, in which each
+    shape has its own layout behind the flags and the epoch, which lie at the same place for all; the pools;
+    and the record of faults.
 
     Args:
         shape: of the base buffer; views may be of any shape that takes no more bytes.
@@ -76,8 +76,8 @@ class Sm90Memory:
             for (what, needed), capacity in zip(self.view_bytes(shape).items(), capacities, strict=True):
                 if needed > capacity:
                     raise ValueError(
-                        f"the view needs {needed} bytes of {what} and its base holds {capacity} bytes; build the "
-                        "base for the larger shape"
+                        f"the view needs {needed} bytes of {what} and its base holds {capacity} bytes; build "
+                        "the base for the larger shape"
                     )
             self._views[shape] = Sm90Rank(
                 shape, self.rank, self.storage, self._peers, usable_sms(self.device),
@@ -90,10 +90,10 @@ class Sm90Memory:
         """A tensor kept for a use called ``name``; its contents last until the next call for it."""
         key = (name, shape, dtype)
         if key not in self._scratch:
-            if torch.cuda.is_current_stream_capturing():
+            if capturing(self.device):
                 raise RuntimeError(
-                    f"the scratch for {name} {list(shape)} is not allocated yet; run the captured calls once before "
-                    "the capture"
+                    f"the scratch for {name} {list(shape)} is not allocated yet; run the captured calls once "
+                    "before the capture"
                 )
             self._scratch[key] = torch.empty(shape, dtype=dtype, device=self.device)
         return self._scratch[key]
@@ -113,7 +113,7 @@ class Sm90Memory:
 
     def end_call(self) -> None:
         """After each launch: with synchronous checks, wait and raise."""
-        if runtime.get_synchronous_checks() and not torch.cuda.is_current_stream_capturing():
+        if runtime.get_synchronous_checks() and not capturing(self.device):
             self.check()
 
     def raise_faults(self) -> None:
@@ -133,10 +133,12 @@ class Sm90Memory:
     def reset(self) -> None:
         """Make a failed buffer usable again; collective. Recorded faults are dropped."""
         synchronize(self.device)
-        validation.check_equal_on_all_ranks(self.group, {}, "reset")  # nobody's kernel writes flags any more
+        # Nobody's kernel writes flags any more,
+        validation.check_equal_on_all_ranks(self.group, {}, "reset")
         self._clear_flags()
         synchronize(self.device)
-        validation.check_equal_on_all_ranks(self.group, {}, "reset")  # nobody starts before all flags are cleared
+        # and nobody starts before all flags are cleared.
+        validation.check_equal_on_all_ranks(self.group, {}, "reset")
 
     def close(self) -> None:
         """Wait for the kernels under way, let go of the pools, and raise what was recorded."""
@@ -148,11 +150,13 @@ class Sm90Memory:
     def _recover(self) -> None:
         if self._num_ranks > 1:
             raise RuntimeError(
-                "an earlier call on this buffer failed, and its peers may wait for different calls by now; call "
-                "buffer.reset() on all ranks, or build a new buffer"
+                "an earlier call on this buffer failed, and its peers may wait for different calls by now; "
+                "call buffer.reset() on all ranks, or build a new buffer"
             )
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("an earlier call on this buffer failed; call buffer.reset() before the capture")
+        if capturing(self.device):
+            raise RuntimeError(
+                "an earlier call on this buffer failed; call buffer.reset() before the capture"
+            )
         synchronize(self.device)
         self._clear_flags()
 
@@ -174,7 +178,8 @@ def usable_sms(device: torch.device) -> int:
         return available
     if not 2 <= limit <= available:
         raise ValueError(
-            f"set_num_sms was given {limit}; the SM90 kernels run on 2 to {available} SMs of {device}, in pairs"
+            f"set_num_sms was given {limit}; the SM90 kernels run on 2 to {available} SMs of {device}, "
+            "in pairs"
         )
     return limit
 
@@ -187,9 +192,10 @@ def synchronize(device: torch.device) -> None:
 def symmetric_storage(
     size: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[Tensor, list[int], object]:
-    """``size`` zeroed bytes on ``device`` and the address of every rank's, as this device sees them. Collective.
+    """``size`` zeroed bytes on ``device``, and the address of every rank's as this device sees it.
 
-    One rank needs no process group and gets plain device memory. The third result keeps the peers' memory mapped.
+    Collective. One rank needs no process group and gets plain device memory. The third result keeps the
+    peers' memory mapped.
     """
     if group is None or dist.get_world_size(group) == 1:
         storage = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -204,8 +210,8 @@ def _rendezvous(
     from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory
     from torch.distributed import distributed_c10d
 
-    # Under a name of its own: torch keeps the first store it saw under a group's name, and a process group built
-    # after another was destroyed has the same name and another store.
+    # Under a name of its own: torch keeps the first store it saw under a group's name, and a process group
+    # built after another was destroyed has the same name and another store.
     names: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(names, uuid.uuid4().hex, group=group)
     name = f"{__name__}.{names[0]}"

@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import gemm, vendored_forward
+from . import gemm, sm90, vendored_forward
+from .backward import sm90_bf16 as backward_kernel
+from .forward import sm90_bf16 as forward_kernel
 from .jit import (
     CompileError,
     Cubin,
@@ -28,6 +30,7 @@ from .jit import (
 )
 from .jit.keys import source_key
 from .models import MODELS, ModelShape, model_shape
+from .validation import SIZE_MULTIPLES
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -36,25 +39,54 @@ EXIT_USAGE = 2
 NAME_WIDTH = 34
 
 
+def _takes_all(_: ModelShape) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class KernelGroup:
     """Kernels that exist for one precision on one architecture.
 
     run: False for kernels that this version compiles but never launches.
+    refuses: why the kernels do not take a model that the group leaves out; None for a model they take.
     """
 
     description: str
     sources: Callable[[ModelShape, int], Sequence[KernelSource]]
     run: bool
+    refuses: Callable[[ModelShape], str | None] = _takes_all
 
 
 def _grouped_gemms(shape: ModelShape, ep: int) -> Sequence[KernelSource]:
     return gemm.kernel_sources(shape.hidden, shape.intermediate, shape.experts_per_rank(ep))
 
 
+def _mega_moe_refuses(shape: ModelShape) -> str | None:
+    multiples = SIZE_MULTIPLES["sm90"]
+    sizes = ((shape.hidden, multiples.hidden, "H"), (shape.intermediate, multiples.intermediate, "I"))
+    for size, multiple, name in sizes:
+        if size % multiple:
+            return f"{name} is {size}, they need a multiple of {multiple}"
+    return None
+
+
+def _mega_moe(shape: ModelShape, ep: int) -> Sequence[KernelSource]:
+    """The route plan and both directions, with a limit in SwiGLU where the model has one."""
+    shape.experts_per_rank(ep)
+    clamped = shape.activation_clamp is not None
+    return (
+        *(sm90.plan_source(entry) for entry in sm90.PLAN_ENTRIES),
+        forward_kernel.source(shape.hidden, shape.intermediate, clamped),
+        backward_kernel.source(shape.hidden, shape.intermediate, clamped),
+    )
+
+
 # (architecture, precision) -> what is compiled for it. A new kernel joins here.
 MANIFEST: dict[tuple[str, str], tuple[KernelGroup, ...]] = {
-    ("sm_90a", "bf16"): (KernelGroup("grouped BF16 GEMMs", _grouped_gemms, run=True),),
+    ("sm_90a", "bf16"): (
+        KernelGroup("BF16 Mega MoE forward and backward", _mega_moe, run=True, refuses=_mega_moe_refuses),
+        KernelGroup("grouped BF16 GEMMs", _grouped_gemms, run=True),
+    ),
     ("sm_90a", "fp8"): (
         KernelGroup("vendored SM90 FP8 forward: compiled, never run", vendored_forward.sm90_fp8, run=False),
     ),
@@ -110,7 +142,8 @@ def kernel_sources(model: str, ep: int, precision: str, arch: str) -> list[Kerne
     """
     shape = model_shape(model)
     groups = kernel_groups(precision, arch)
-    return list(dict.fromkeys(source for group in groups for source in group.sources(shape, ep)))
+    taken = [group for group in groups if group.refuses(shape) is None]
+    return list(dict.fromkeys(source for group in taken for source in group.sources(shape, ep)))
 
 
 def write_aot(
@@ -163,9 +196,9 @@ def warm_up(
     sources: dict[KernelSource, None] = {}
     for target in targets:
         for group in kernel_groups(target.precision, target.arch):
-            print(
-                f"{target.model}, {target.ep} ranks, {target.precision}, {target.arch}: {group.description}"
-            )
+            refusal = group.refuses(model_shape(target.model))
+            what = group.description if refusal is None else f"without the {group.description}: {refusal}"
+            print(f"{target.model}, {target.ep} ranks, {target.precision}, {target.arch}: {what}")
         found = kernel_sources(target.model, target.ep, target.precision, target.arch)
         sources.update(dict.fromkeys(found))
     stored = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -45,6 +46,25 @@ def test_every_entry_of_the_manifest_yields_sources_for_its_architecture():
         assert sources
         assert {source.arch for source in sources} == {arch}
         assert len(set(sources)) == len(sources)
+
+
+def test_mega_moe_kernels_with_the_limit_of_the_model():
+    for clamp, text in ((None, "2048, 768, false, false"), (10.0, "2048, 768, true, false")):
+        shape = dataclasses.replace(MODELS["qwen3-30b-a3b"], activation_clamp=clamp)
+        *plan, forward, backward = warmup._mega_moe(shape, 8)
+        assert [source.name for source in plan] == ["route_plan_count", "route_plan_place"]
+        assert f"ForwardConfig<{text}>" in forward.entry
+        assert f"BackwardConfig<{text}>" in backward.entry
+
+
+def test_a_model_the_mega_moe_kernels_do_not_take_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(warmup, "_compile_one", lambda source, cache_dir, aot_dir: (True, source.name))
+    assert run("gpt-oss-20b:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_OK
+    printed = capsys.readouterr().out
+    assert "without the BF16 Mega MoE forward and backward: H is 2880, they need a multiple of 256" in printed
+    assert "forward_sm90_bf16" not in printed
+    assert run("qwen3-30b-a3b:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_OK
+    assert {"forward_sm90_bf16", "backward_sm90_bf16"} <= set(capsys.readouterr().out.split())
 
 
 def test_kernels_that_never_run_say_so():

@@ -1,0 +1,149 @@
+"""Problems for the SM90 BF16 kernels, their float64 results, and how outputs are judged."""
+
+from __future__ import annotations
+
+import functools
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prime_kernels import sm90
+from prime_kernels.backward import sm90_bf16 as backward_kernel
+from prime_kernels.forward import sm90_bf16 as forward_kernel
+from prime_kernels.jit import compile_kernel
+from prime_kernels.reference import Grads, moe_backward, moe_forward
+
+BF16 = torch.bfloat16
+DEVICE = torch.device("cuda", 0)
+# Relative Frobenius norm of each output, also of each expert's weight gradient, against float64.
+TOLERANCE = 5e-3
+# The (H, I) of all tests: each pair costs compile time.
+SHAPES = ((512, 256), (768, 384))
+
+
+@functools.cache
+def compile_all() -> None:
+    """Fill the cache with every kernel of these tests, several at once."""
+    sources = [sm90.plan_source(entry) for entry in sm90.PLAN_ENTRIES]
+    for hidden, inter in SHAPES:
+        for clamped in (False, True):
+            sources.append(forward_kernel.source(hidden, inter, clamped))
+            sources.append(backward_kernel.source(hidden, inter, clamped))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_kernel, sources))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and the tokens of all ranks."""
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    dy: Tensor
+    clamp: float | None = None
+    shared: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+    @functools.cached_property
+    def y(self) -> Tensor:
+        """float64."""
+        return moe_forward(*self._wide(), clamp=self.clamp, shared=self._wide_shared())
+
+    @functools.cached_property
+    def grads(self) -> Grads:
+        """float64."""
+        return moe_backward(
+            self.dy.double(), *self._wide(), clamp=self.clamp, shared=self._wide_shared()
+        )
+
+    def _wide(self) -> tuple[Tensor, ...]:
+        return (
+            self.x.double(), self.topk_idx, self.topk_weights.double(),
+            self.gate_up.double(), self.down.double(),
+        )  # fmt: skip
+
+    def _wide_shared(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.shared is None else (self.shared[0].double(), self.shared[1].double())
+
+
+def route(kind: str, tokens: int, experts: int, topk: int, generator: torch.Generator) -> Tensor:
+    """int64 [tokens, topk], "even", "random" (with duplicates), "masked" (also -1), "one" or "skewed"."""
+    shape = (tokens, topk)
+    if kind == "even":
+        order = torch.rand(tokens, experts, device=DEVICE, generator=generator).argsort(1)
+        return order[:, :topk].contiguous()
+    if kind == "random":
+        return torch.randint(0, experts, shape, device=DEVICE, generator=generator)
+    if kind == "masked":
+        idx = torch.randint(-1, experts, shape, device=DEVICE, generator=generator)
+        idx[::7] = -1
+        return idx
+    if kind == "one":
+        return torch.full(shape, experts - 1, dtype=torch.int64, device=DEVICE)
+    assert kind == "skewed"
+    share = torch.arange(1, experts + 1, device=DEVICE).double() ** -2
+    drawn = torch.multinomial(share, max(1, tokens * topk), True, generator=generator)
+    return drawn[: tokens * topk].view(shape)
+
+
+def make_case(
+    tokens: int, experts: int, topk: int, hidden: int, inter: int, kind: str = "even", *,
+    clamp: float | None = None, shared_inter: int | None = None, seed: int = 0,
+) -> Case:  # fmt: skip
+    """Inputs of such a scale that outputs are O(1)."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device=DEVICE, generator=generator) * scale).to(BF16)
+
+    shared = None
+    if shared_inter is not None:
+        shared = (
+            normal(2 * shared_inter, hidden, scale=hidden**-0.5),
+            normal(hidden, shared_inter, scale=1.6 * shared_inter**-0.5),
+        )
+    return Case(
+        x=normal(tokens, hidden),
+        topk_idx=route(kind, tokens, experts, topk, generator),
+        topk_weights=torch.rand(tokens, topk, device=DEVICE, generator=generator),
+        gate_up=normal(experts, 2 * inter, hidden, scale=hidden**-0.5),
+        down=normal(experts, hidden, inter, scale=1.6 * inter**-0.5),
+        dy=normal(tokens, hidden),
+        clamp=clamp,
+        shared=shared,
+    )
+
+
+def poisoned(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Relative Frobenius norm; where ``want`` is exactly zero, 0 or inf."""
+    norm = float(want.double().norm())
+    if norm == 0.0:
+        return 0.0 if bool((got == 0).all()) else math.inf
+    return float((got.double() - want.double()).norm()) / norm
+
+
+def check(name: str, got: Tensor, want: Tensor, *, matrices: bool = False) -> None:
+    """``matrices``: each of them (each expert's gradient) is also judged alone."""
+    assert bool(got.isfinite().all()), f"{name}: {int((~got.isfinite()).sum())} elements are not finite"
+    error = relative_error(got, want)
+    assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
+    for index in range(want.shape[0] if matrices else 0):
+        error = relative_error(got[index], want[index])
+        assert error <= TOLERANCE, f"{name}[{index}]: relative error {error:.2e}"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
