@@ -9,10 +9,13 @@ op stages x and its routing again.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .bf16 import bf16_mega_moe, bf16_mega_moe_backward
 from .symm import SymmBuffer, lookup_buffer
@@ -77,11 +80,15 @@ def mega_moe(
     Gradients flow to ``x``, ``topk_weights`` and all weights, each only where one is required: a frozen
     weight costs no weight gradient. A weight's gradient has the weight's dtype. Where a weight carries a
     ``main_grad`` attribute (fp32, the weight's shape, contiguous), its gradient is added to that tensor in
-    place, in fp32, and autograd is given none for it. Under ``torch.compile`` the backend ``aot_eager``,
-    unlike inductor, refuses two forwards before the first backward of one weight with ``main_grad``. There
-    are no gradients of gradients.
+    place, in fp32, and autograd is given none for it. There are no gradients of gradients.
 
-    Collective over the group: every rank calls it (and its backward), also a rank with n = 0 tokens.
+    Collective over the group: every rank calls it (and its backward), also a rank with n = 0 tokens, and all
+    ranks in the same order.
+
+    Eager activation checkpointing runs it again in the backward, or keeps y alone where the policy saves
+    :data:`forward_op`. ``torch.compile`` keeps y whatever the policy says: its decision would depend on n,
+    which differs between ranks. Its backend ``aot_eager``, unlike inductor, refuses two forwards before the
+    first backward of one weight with ``main_grad``.
 
     Inside ``torch.autocast`` x and the weights are cast to the autocast dtype, as for a matmul, and
     ``topk_weights`` to fp32; ``main_grad`` is that of the weight before the cast. Outside nothing is cast.
@@ -286,8 +293,17 @@ class _MegaMoE(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
+        mode = get_proxy_mode()
+        nodes = None if mode is None else mode.tracer.graph.nodes
+        traced_before = 0 if nodes is None else len(nodes)
         with torch._C._AutoDispatchBelowAutograd():
-            return forward_op(*inputs)
+            y = forward_op(*inputs)
+        if nodes is not None:
+            # A compiler decides by sizes whether a checkpointed forward runs again in the backward or is
+            # kept. With unequal n ranks would decide differently, and one would wait for the other for ever.
+            for node in itertools.islice(reversed(nodes), len(nodes) - traced_before):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,18 +1,13 @@
-"""What the tests of the op and the module share: inputs, an independent autograd reference, processes."""
+"""What the tests of the op and the module share: inputs, an independent autograd reference."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from prime_kernels import SymmBuffer, get_symm_buffer_for_mega_moe, mega_moe, op
@@ -202,22 +197,3 @@ def assert_all_close(values: Any, references: list[Tensor], tolerance: float) ->
         if reference.dim() == 3:
             for expert in range(reference.shape[0]):
                 assert_close(value[expert], reference[expert], tolerance, f"gradient {index} expert {expert}")
-
-
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-    """``function(rank, *args)`` in ``num_ranks`` processes over a gloo group; their results in rank order."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _rank_main, args=(num_ranks, folder, function, args), nprocs=num_ranks, start_method="spawn"
-        )
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-
-
-def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    result = function(rank, *args)
-    dist.barrier()
-    torch.save(result, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()

@@ -231,8 +231,8 @@ def test_meta_device() -> None:
 def test_extra_repr() -> None:
     text = repr(make_module(num_shared_experts=1, activation_clamp=7.0))
     assert text == (
-        "MegaMoE(num_experts=4 (4 local), top_k=2, hidden=6, intermediate=5, max_tokens_per_rank=8, precision=bf16, "
-        "num_shared_experts=1, activation_clamp=7.0)"
+        "MegaMoE(num_experts=4 (4 local), top_k=2, hidden=6, intermediate=5, max_tokens_per_rank=8, "
+        "precision=bf16, num_shared_experts=1, activation_clamp=7.0)"
     )
 
 

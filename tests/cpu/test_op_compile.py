@@ -25,7 +25,7 @@ from op_helpers import (
 )
 from test_op_checkpoint import MODES
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 TOLERANCE = 1e-10
 # inductor builds C++ for the CPU.
@@ -75,18 +75,39 @@ def all_grads(first: Inputs, second: Inputs) -> list[Tensor | None]:
 @BACKENDS
 @pytest.mark.parametrize("mode", [None, "full", "selective"])
 def test_two_layers_over_one_buffer(backend: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain, with the forward run again in the backward, and with y kept."""
+    """Plain and checkpointed. y is kept in any case: see the next test."""
     layers = [make_inputs(SMALL, 7, shared=True, seed=seed) for seed in (1, 2)]
     reference = [layer.copy() for layer in layers]
     calls = record_calls(monkeypatch)
     y = compiled(two_layers, backend)(*layers, partial(call, buffer=make_buffer(SMALL)), mode)
     y.sum().backward()
-    assert len(calls.forward) == (4 if mode == "full" else 2)
-    assert len(calls.backward) == 2
+    assert len(calls.forward) == len(calls.backward) == 2
     expected_y = two_layers(*reference, expected_forward)
     expected_y.sum().backward()
     assert_close(y.detach(), expected_y.detach(), TOLERANCE, "y")
     assert_all_close(all_grads(*layers), all_grads(*reference), TOLERANCE)
+
+
+def recompute_everything(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "recompute"])
+def test_checkpointing_makes_the_same_calls_for_any_token_count(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks have different n. Left alone, the partitioner keeps y where n = 0 and not elsewhere."""
+    context_fn = partial(create_selective_checkpoint_contexts, recompute_everything)
+    monkeypatch.setitem(MODES, "recompute", {"use_reentrant": False, "context_fn": context_fn})
+    calls = record_calls(monkeypatch)
+    for num_tokens in (0, 1, 7):
+        torch._dynamo.reset()
+        calls.forward.clear()
+        calls.backward.clear()
+        layers = [make_inputs(SMALL, num_tokens, seed=seed) for seed in (1, 2)]
+        function = partial(call, buffer=make_buffer(SMALL))
+        compiled(two_layers, "aot_eager")(*layers, function, mode).sum().backward()
+        assert len(calls.forward) == len(calls.backward) == 2
 
 
 @BACKENDS
