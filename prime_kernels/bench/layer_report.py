@@ -110,7 +110,7 @@ def notes(result: LayerResult) -> list[str]:
         f"TFLOP/s: {FLOP_CONVENTION}.",
         f"Method: {METHOD}.",
         f"DeepGEMM multiplies {padded} rows (whole blocks, equal loads) where the layer has {size.rows}.",
-        f"Route plan alone (part of both directions): {plan.median * 1e3:.0f} us.",
+        f"Route plan alone, as in front of the forward: {plan.median * 1e3:.0f} us.",
         f"Host time of one call: {_listed(result.host_us, '.0f')} us.",
         f"Ceilings in this run: {_listed(result.ceilings, '.1f')}.",
         f"Relative difference from torch eager: {_listed(result.differences, '.1e')}.",

@@ -52,8 +52,8 @@ class KernelLayer:
         self.dw2 = torch.empty_like(tensors.down, dtype=dw_dtype)
 
     def route_plan(self) -> None:
-        """The small kernels at the start of both directions, alone."""
-        self.rank.route_plan(self.tensors.x.shape[0])
+        """The small kernels in front of the forward, alone."""
+        self.rank.route_plan(self.tensors.x.shape[0], self.rank.forward_rounds)
 
     def run_forward(self) -> None:
         """y of the staged tokens, route plan included; asynchronous."""

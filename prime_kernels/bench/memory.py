@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..exchange import BLOCK_M, ExchangeShape, pool_layout
+from ..exchange import ExchangeShape, pool_layout
 from ..models import model_shape
 from .gemm import TOKENS_PER_RANK
 
@@ -17,6 +17,7 @@ PACKAGE = (__package__ or "").partition(".")[0]
 DEFAULT_MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 DEFAULT_EP = (1, 2, 4, 8, 16, 32)
 GIB = 2**30
+EQUAL_LOADS = 1.0  # the pool capacity factor that holds T K rows
 WEIGHT_MATRICES = 3  # gate, up and down of an expert
 BF16_BYTES, FP32_BYTES = 2, 4
 
@@ -46,11 +47,6 @@ def pool_bytes(shape: ExchangeShape, blocks: int, backward: bool) -> int:
     return layout.both_bytes + (layout.backward_bytes if backward else 0)
 
 
-def balanced_pool_blocks(shape: ExchangeShape) -> int:
-    """Row blocks for equal loads: the rows that the rank sends, and a partly filled block for each expert."""
-    return -(-shape.tokens * shape.topk // BLOCK_M) + shape.local_experts
-
-
 def rank_memory(model: str, ep: int, tokens: int) -> RankMemory:
     """Memory of one of ``ep`` ranks with up to ``tokens`` tokens each.
 
@@ -60,13 +56,13 @@ def rank_memory(model: str, ep: int, tokens: int) -> RankMemory:
     sizes = model_shape(model)
     experts = sizes.experts_per_rank(ep)
     shape = ExchangeShape(tokens, sizes.top_k, sizes.hidden, sizes.intermediate, sizes.num_experts, ep)
-    worst_blocks = shape.worst_case_pool_blocks()
+    worst_blocks = shape.pool_blocks(None)
     elements = WEIGHT_MATRICES * experts * sizes.hidden * sizes.intermediate
     return RankMemory(
         ep=ep,
         experts=experts,
         symmetric=shape.symmetric_layout()[1],
-        balanced=pool_bytes(shape, balanced_pool_blocks(shape), True),
+        balanced=pool_bytes(shape, shape.pool_blocks(EQUAL_LOADS), True),
         worst=pool_bytes(shape, worst_blocks, True),
         forward_worst=pool_bytes(shape, worst_blocks, False),
         weights=elements * BF16_BYTES,
