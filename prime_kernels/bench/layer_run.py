@@ -19,6 +19,8 @@ from .torch_moe import torch_moe
 
 DIRECTIONS = ("forward", "backward")
 PEERS = ("eager", "compile")
+# This torch lacks grouped_mm, cannot compile it, or has no memory left: reported in the table, exit code 1.
+PEER_ERRORS = (RuntimeError, AttributeError, TypeError)
 DW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Two BF16 implementations that round at different places differ by about 5e-3; more than this is wrong.
 MAX_DIFFERENCE = 2e-2
@@ -251,15 +253,12 @@ def measure_layer(size: LayerSize, tensors: LayerTensors, dw_dtype: str, peers: 
 
     contenders = []
     for name in peers:
-        peer = TorchLayer(tensors, name)
         try:
+            peer = TorchLayer(tensors, name)
             _step(peer)  # compiles
-        except (
-            RuntimeError,
-            AttributeError,
-            TypeError,
-        ) as error:  # torch lacks it or cannot compile it
-            failures[f"torch {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except PEER_ERRORS as error:
+            message = next(iter(str(error).splitlines()), "")
+            failures[f"torch {name}"] = f"{type(error).__name__}: {message}"
             continue
         peer.release()
         peak_bytes[f"torch {name}"] = peak_growth(device, lambda peer=peer: _step(peer))  # type: ignore[misc]
