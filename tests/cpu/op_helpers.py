@@ -141,13 +141,17 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
+def _clamp(z: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+    gate, up = z.chunk(2, dim=-1)
+    return (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp))
+
+
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, clamp: float | None, bf16: bool) -> Tensor:
     z = torch.nn.functional.linear(x, gate_up)
-    if bf16:  # the contract rounds g and u before the clamp, which decides what the clamp binds on
-        z = z + (z.bfloat16() - z).detach()
-    gate, up = z.chunk(2, dim=-1)
-    if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
+    gate, up = _clamp(z, clamp)
+    if bf16:  # g and u are rounded before the clamp; where it binds is decided before the rounding
+        rounded_gate, rounded_up = _clamp(z.bfloat16().to(z.dtype), clamp)
+        gate, up = gate + (rounded_gate - gate).detach(), up + (rounded_up - up).detach()
     return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
 
 
