@@ -50,7 +50,7 @@ def sass_lines(cubin: Cubin, folder: Path) -> list[str]:
 
 
 def main_loops(lines: list[str]) -> list[list[str]]:
-    """The innermost loops around tensor core instructions: from a label to the branch back to it."""
+    """The innermost loops with tensor core instructions: from a label to the branch back to it."""
     labels: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
     for index, line in enumerate(lines):
@@ -63,10 +63,13 @@ def main_loops(lines: list[str]) -> list[list[str]]:
             if any("HGMMA" in inside for inside in lines[start:index]):
                 loops.append((start, index))
 
-    def has_inner(loop: tuple[int, int]) -> bool:
-        return any(loop != other and loop[0] <= other[0] and other[1] <= loop[1] for other in loops)
-
-    return [lines[start : end + 1] for start, end in loops if not has_inner((start, end))]
+    # Blocks that retry a barrier stand behind everything and branch back, which spans loops but is none: of
+    # spans that overlap, the shortest is a loop.
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        if all(end < first or last < start for first, last in found):
+            found.append((start, end))
+    return [lines[start : end + 1] for start, end in found]
 
 
 @pytest.mark.parametrize("name", SOURCES)

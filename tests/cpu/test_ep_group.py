@@ -12,7 +12,7 @@ from ep_cases import TOKENS, Case, assert_right, concatenate, cycle, run_rank
 from gloo_world import GROUP_TIMEOUT, GlooWorld, join_group
 from mega_calls import Outputs, backward, forward, make_buffer, run_both
 
-from prime_kernels import SymmBuffer, ep, runtime
+from prime_kernels import SymmBuffer, ep, runtime, validation
 
 
 def _unequal_arguments(rank: int, size: int) -> str:
@@ -63,8 +63,7 @@ def _two_machines(rank: int, size: int) -> str:
         with pytest.raises(RuntimeError) as error:
             SymmBuffer(*arguments, mma_type="bf16xbf16")
         patch.undo()
-        patch.setattr(runtime, "resolve_backend", lambda device, mma_type: "sm90")
-        assert SymmBuffer(*arguments, mma_type="bf16xbf16").backend == "sm90"  # this really is one machine
+        validation.check_nvlink_domain(dist.group.WORLD, ep.nvlink_domain())  # this really is one machine
     return str(error.value)
 
 
