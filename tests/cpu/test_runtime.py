@@ -10,7 +10,8 @@ from prime_kernels import _dropin, registry, runtime
 
 @pytest.fixture(autouse=True)
 def _fresh_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_backend", "_device", "_num_sms", "_timeout_seconds"):
+    monkeypatch.setattr(runtime, "_pool_capacity_factor", runtime._UNSET)
+    for name in ("_backend", "_device", "_num_sms", "_timeout_seconds", "_synchronous_checks"):
         monkeypatch.setattr(runtime, name, None)
     for name in (runtime.BACKEND_ENV, runtime.DEVICE_ENV, runtime.TIMEOUT_ENV):
         monkeypatch.delenv(name, raising=False)
@@ -44,6 +45,35 @@ def test_num_sms() -> None:
     for bad in (0, -1, 1.5, True, "8"):
         with pytest.raises(ValueError, match="needs an integer of at least 1"):
             runtime.set_num_sms(bad)
+
+
+def test_pool_capacity_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runtime.get_pool_capacity_factor() is None
+    monkeypatch.setenv(runtime.POOL_CAPACITY_ENV, "1.25")
+    assert runtime.get_pool_capacity_factor() == 1.25
+    runtime.set_pool_capacity_factor(None)  # a choice, which the variable does not override
+    assert runtime.get_pool_capacity_factor() is None
+    runtime.set_pool_capacity_factor(2)
+    assert runtime.get_pool_capacity_factor() == 2.0
+    for bad in (0, -1.0, float("nan"), float("inf"), "much"):
+        with pytest.raises(ValueError, match=r"set_pool_capacity_factor: got .* a finite number above 0"):
+            runtime.set_pool_capacity_factor(bad)
+    runtime._pool_capacity_factor = runtime._UNSET
+    monkeypatch.setenv(runtime.POOL_CAPACITY_ENV, "all")
+    with pytest.raises(ValueError, match=r"\$PRIME_KERNELS_POOL_CAPACITY_FACTOR: got 'all'"):
+        runtime.get_pool_capacity_factor()
+
+
+def test_synchronous_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not runtime.get_synchronous_checks()
+    monkeypatch.setenv(runtime.SYNCHRONOUS_ENV, "1")
+    assert runtime.get_synchronous_checks()
+    runtime.set_synchronous_checks(False)
+    assert not runtime.get_synchronous_checks()
+    runtime._synchronous_checks = None
+    monkeypatch.setenv(runtime.SYNCHRONOUS_ENV, "yes")
+    with pytest.raises(ValueError, match=r"\$PRIME_KERNELS_SYNCHRONOUS_CHECKS: got 'yes', needs 0 or 1"):
+        runtime.get_synchronous_checks()
 
 
 def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
