@@ -57,7 +57,9 @@ class _NoKernel:
         """The route plan: the fake launches plan for themselves."""
 
 
-def _forward(rank: Any, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None, stats: Tensor | None) -> None:
+def _forward(
+    rank: Any, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None, stats: Tensor | None, *_: Any
+) -> None:
     assert y.is_contiguous()
     n = y.shape[0]
     staged = (rank.x[:n], rank.topk_idx[:n], rank.topk_weights[:n])
@@ -68,7 +70,7 @@ def _forward(rank: Any, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None, 
 
 def _backward(
     rank: Any, dx: Tensor, dw1: Tensor | None, dw2: Tensor | None, dtopk: Tensor, l1: Tensor, l2: Tensor,
-    clamp: float | None, accumulate: bool,
+    clamp: float | None, accumulate: bool, *_: Any,
 ) -> None:  # fmt: skip
     assert dx.is_contiguous()
     assert dtopk.is_contiguous()
