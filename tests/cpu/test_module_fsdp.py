@@ -65,7 +65,7 @@ class Block(nn.Module):
         def inner(hidden: Tensor) -> Tensor:
             return hidden + self.experts(hidden.tanh(), topk_idx, topk_weights).sin()
 
-        return inner(hidden) if self.mode is None else checkpoint(inner, hidden, **MODES[self.mode])
+        return checkpoint(inner, hidden, **MODES[self.mode]) if self.mode in MODES else inner(hidden)
 
 
 class Stack(nn.Module):
@@ -90,6 +90,8 @@ def _sharded_steps(rank: int, size: int, kind: str, mode: str | None, unit: str)
     model = Stack([Block(make_experts(kind, layer, shape, buffer), mode) for layer in weights])
     mesh = DeviceMesh("cpu", list(range(size)))
     for block in model.blocks:
+        if mode == "compile":
+            block.experts.compile(backend="aot_eager", fullgraph=True)
         fully_shard(block if unit == "block" else block.experts, mesh=mesh)
     fully_shard(model, mesh=mesh)
     totals = [[torch.zeros_like(w) for w in (layer.gate_up, layer.down)] for layer in weights]
@@ -121,7 +123,15 @@ def _sharded_steps(rank: int, size: int, kind: str, mode: str | None, unit: str)
 @pytest.mark.parametrize("world", [2], indirect=True, ids=["2ranks"])
 @pytest.mark.parametrize("kind", ["op", "module"])
 @pytest.mark.parametrize(
-    ("mode", "unit"), [(None, "experts"), ("full", "experts"), ("full", "block"), ("selective", "block")]
+    ("mode", "unit"),
+    [
+        (None, "experts"),
+        ("compile", "experts"),
+        ("compile", "block"),
+        ("full", "experts"),
+        ("full", "block"),
+        ("selective", "block"),
+    ],
 )
 def test_sharded_over_data_parallel_ranks(world: GlooWorld, kind: str, mode: str | None, unit: str) -> None:
     """The hooks of FSDP on the experts, inside of a checkpointed region, and on a block that checkpoints."""
