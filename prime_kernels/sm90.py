@@ -38,7 +38,7 @@ MIN_WAVE_TASKS_PER_CLUSTER = 2
 # Dispatch runs ahead by about this much of pool rows, so that they are still in L2 when they are read.
 DISPATCH_LEAD_BYTES = 24 << 20
 TRACE_EVENT_BYTES = 48
-TRACE_CAPACITY = 512
+TRACE_CAPACITY = 1024
 MATH_WARPGROUPS = 2
 NANOSECONDS = 1e9
 
@@ -123,7 +123,9 @@ class Sm90Rank:
         self.topk_weights = region(storage, offsets.topk_weights, (shape.tokens, shape.topk), torch.float32)
         self.use_sms(num_sms)
         lines = self.num_ctas * MATH_WARPGROUPS if trace else 0
-        self.trace_events = torch.zeros(lines, TRACE_CAPACITY, TRACE_EVENT_BYTES, dtype=torch.uint8, device=self.device)
+        self.trace_events = torch.zeros(
+            lines, TRACE_CAPACITY, TRACE_EVENT_BYTES, dtype=torch.uint8, device=self.device
+        )
         self.trace_counts = torch.zeros(lines, dtype=torch.int32, device=self.device)
         self._count = load_kernel(plan_source("route_plan_count"), self.device)
         self._place = load_kernel(plan_source("route_plan_place"), self.device)
@@ -148,14 +150,18 @@ class Sm90Rank:
         self.comm.timeout_ns = int(seconds * NANOSECONDS)
         self.fault.timeout_seconds = seconds
 
-    def forward_kernel(self, clamped: bool) -> Kernel:
+    def forward_kernel(self, clamped: bool, keep_z: bool = False) -> Kernel:
         """The forward kernel with or without a limit in SwiGLU; compiled at the first call."""
-        source = forward_kernel.source(self.shape.hidden, self.shape.intermediate, clamped, self._trace)
+        source = forward_kernel.source(
+            self.shape.hidden, self.shape.intermediate, clamped, keep_z, self._trace
+        )
         return load_kernel(source, self.device)
 
-    def backward_kernel(self, clamped: bool) -> Kernel:
+    def backward_kernel(self, clamped: bool, kept_z: bool = False) -> Kernel:
         """The backward kernel with or without a limit in SwiGLU; compiled at the first call."""
-        source = backward_kernel.source(self.shape.hidden, self.shape.intermediate, clamped, self._trace)
+        source = backward_kernel.source(
+            self.shape.hidden, self.shape.intermediate, clamped, kept_z, self._trace
+        )
         return load_kernel(source, self.device)
 
     def route_plan(self, num_tokens: int, rounds: int = 1) -> None:
@@ -179,7 +185,9 @@ class Sm90Rank:
         )
         grid = max(1, -(-params.num_entries // PLAN_ENTRIES_PER_CTA))
         self._count.launch(grid, PLAN_THREADS, (params,), smem=4 * rounds * shape.experts)
-        self._place.launch(grid, PLAN_THREADS, (params,), smem=4 * ((PLAN_WARPS + 1) * rounds * shape.experts + PLAN_WARPS))
+        self._place.launch(
+            grid, PLAN_THREADS, (params,), smem=4 * ((PLAN_WARPS + 1) * rounds * shape.experts + PLAN_WARPS)
+        )
 
     def launch_params(self, num_tokens: int, clamp: float | None, rounds: int = 1) -> LaunchParams:
         """The part of the parameters that both directions share."""
@@ -202,11 +210,26 @@ class Sm90Rank:
         )
 
     def forward(
-        self, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None = None, recv_stats: Tensor | None = None
+        self,
+        y: Tensor,
+        l1: Tensor,
+        l2: Tensor,
+        clamp: float | None = None,
+        recv_stats: Tensor | None = None,
+        z: Tensor | None = None,
     ) -> None:
-        """y of the staged tokens; asynchronous. Faults surface in :meth:`check`."""
-        self.route_plan(y.shape[0], self.forward_rounds)
-        forward_kernel.launch(self, y, l1, l2, clamp, recv_stats)
+        """y of the staged tokens; asynchronous. Faults surface in :meth:`check`.
+
+        ``z`` (:meth:`empty_z`) takes gate and up for a backward over the same routing, which has one round.
+        """
+        rounds = self.forward_rounds if z is None else 1
+        self.route_plan(y.shape[0], rounds)
+        forward_kernel.launch(self, y, l1, l2, clamp, recv_stats, z, rounds)
+
+    def empty_z(self) -> Tensor:
+        """Memory for gate and up of every pool row: bf16 [C, 2I]."""
+        rows = self.pool_blocks * BLOCK_M
+        return torch.empty(rows, 2 * self.shape.intermediate, dtype=torch.bfloat16, device=self.device)
 
     def backward(
         self,
@@ -218,18 +241,21 @@ class Sm90Rank:
         l2: Tensor,
         clamp: float | None = None,
         accumulate: bool = False,
+        z: Tensor | None = None,
     ) -> None:
         """Gradients of the staged tokens and dy; asynchronous. Faults surface in :meth:`check`."""
         self.pools.add_backward()
         self.route_plan(dx.shape[0])
-        backward_kernel.launch(self, dx, dw1, dw2, dtopk, l1, l2, clamp, accumulate)
+        backward_kernel.launch(self, dx, dw1, dw2, dtopk, l1, l2, clamp, accumulate, z)
 
     def check(self) -> None:
         """Raise what the kernels recorded (after the stream has been synchronised)."""
         self.fault.raise_if_set()
 
 
-def make_virtual_ranks(shape: ExchangeShape, device: torch.device, num_sms: int, **options: object) -> list[Sm90Rank]:
+def make_virtual_ranks(
+    shape: ExchangeShape, device: torch.device, num_sms: int, **options: object
+) -> list[Sm90Rank]:
     """R ranks on one GPU, each with its share of the SMs; every flag, pull and push is real.
 
     Launch each rank on a stream of its own: their kernels wait for each other.

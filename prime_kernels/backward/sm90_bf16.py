@@ -16,7 +16,7 @@ from ..jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 if TYPE_CHECKING:
     from ..sm90 import Sm90Rank
 
-NUM_MAPS = 9
+NUM_MAPS = 10
 
 
 class WeightGradient(ctypes.Structure):
@@ -49,9 +49,12 @@ class BackwardParams(ctypes.Structure):
 Maps = ctypes.c_uint8 * (NUM_MAPS * TENSOR_MAP_BYTES)
 
 
-def source(hidden: int, intermediate: int, clamped: bool = False, trace: bool = False) -> KernelSource:
-    """The kernel for one (H, I), with or without a limit in SwiGLU; everything else is an argument."""
-    config = f"prime_kernels::BackwardConfig<{hidden}, {intermediate}, {str(clamped).lower()}, {str(trace).lower()}>"
+def source(
+    hidden: int, intermediate: int, clamped: bool = False, kept_z: bool = False, trace: bool = False
+) -> KernelSource:
+    """The kernel for one (H, I), with or without a limit in SwiGLU, with kept gate and up or not; all else is an argument."""
+    flags = ", ".join(str(flag).lower() for flag in (clamped, kept_z, trace))
+    config = f"prime_kernels::BackwardConfig<{hidden}, {intermediate}, {flags}>"
     return KernelSource(
         "backward_sm90_bf16",
         "#include <prime_kernels/backward_sm90_bf16.cuh>\n",
@@ -66,7 +69,7 @@ def _weight_gradient(dw: Tensor | None, accumulate: bool) -> WeightGradient:
     return WeightGradient(dw.data_ptr(), dw.stride(0), dw.stride(1), dw.dtype == torch.float32, accumulate)
 
 
-def _tensor_maps(rank: Sm90Rank, l1: Tensor, l2: Tensor) -> Maps:  # type: ignore[valid-type]
+def _tensor_maps(rank: Sm90Rank, l1: Tensor, l2: Tensor, z: Tensor | None) -> Maps:  # type: ignore[valid-type]
     """In the order of ``BackwardMaps``."""
     pools = rank.pools
 
@@ -86,6 +89,7 @@ def _tensor_maps(rank: Sm90Rank, l1: Tensor, l2: Tensor) -> Maps:  # type: ignor
         + columns(l2)
         + columns(pools.x.unsqueeze(0))
         + columns(pools.activations.unsqueeze(0))
+        + tile(pools.dz if z is None else z)
     )
 
 
@@ -99,6 +103,7 @@ def launch(
     l2: Tensor,
     clamp: float | None,
     accumulate: bool,
+    z: Tensor | None,
 ) -> None:
     """Launch on the current stream, after the route plan.
 
@@ -107,6 +112,7 @@ def launch(
         dw1, dw2: [El, 2I, H] and [El, H, I], fp32 or bf16, overwritten, or added to when ``accumulate`` (fp32);
             None: not computed.
         l1, l2: bf16 weights as in the forward.
+        z: what the forward of the same routing kept; None: recomputed.
     """
     pools = rank.pools
     params = BackwardParams(
@@ -119,5 +125,7 @@ def launch(
         dtopk=dtopk.data_ptr(),
         dw=(WeightGradient * 2)(_weight_gradient(dw2, accumulate), _weight_gradient(dw1, accumulate)),
     )
-    maps = _tensor_maps(rank, l1, l2)
-    rank.backward_kernel(clamp is not None).launch(rank.num_ctas, THREADS, (params, maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)
+    maps = _tensor_maps(rank, l1, l2, z)
+    rank.backward_kernel(clamp is not None, z is not None).launch(
+        rank.num_ctas, THREADS, (params, maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES
+    )

@@ -33,9 +33,12 @@ class ForwardParams(ctypes.Structure):
     ]
 
 
-def source(hidden: int, intermediate: int, clamped: bool = False, trace: bool = False) -> KernelSource:
-    """The kernel for one (H, I), with or without a limit in SwiGLU; everything else is an argument."""
-    config = f"prime_kernels::ForwardConfig<{hidden}, {intermediate}, {str(clamped).lower()}, {str(trace).lower()}>"
+def source(
+    hidden: int, intermediate: int, clamped: bool = False, keep_z: bool = False, trace: bool = False
+) -> KernelSource:
+    """The kernel for one (H, I), with or without a limit in SwiGLU, keeping gate and up or not; all else is an argument."""
+    flags = ", ".join(str(flag).lower() for flag in (clamped, keep_z, trace))
+    config = f"prime_kernels::ForwardConfig<{hidden}, {intermediate}, {flags}>"
     return KernelSource(
         "forward_sm90_bf16",
         "#include <prime_kernels/forward_sm90_bf16.cuh>\n",
@@ -45,7 +48,14 @@ def source(hidden: int, intermediate: int, clamped: bool = False, trace: bool = 
 
 
 def launch(
-    rank: Sm90Rank, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None, recv_stats: Tensor | None
+    rank: Sm90Rank,
+    y: Tensor,
+    l1: Tensor,
+    l2: Tensor,
+    clamp: float | None,
+    recv_stats: Tensor | None,
+    z: Tensor | None,
+    rounds: int,
 ) -> None:
     """Launch on the current stream, after the route plan.
 
@@ -53,18 +63,23 @@ def launch(
         y: bf16 [n, H], overwritten.
         l1, l2: bf16 [El, 2I, H] and [El, H, I]; the last dimension contiguous, other strides any multiple of 8.
         recv_stats: int32 [El], to which the rows received are added.
+        z: bf16 [C, 2I] (gate | up of each pool row), written for the backward; None: not kept.
+        rounds: as in the route plan.
     """
     pools = rank.pools
     params = ForwardParams(
-        launch=rank.launch_params(y.shape[0], clamp, rank.forward_rounds),
+        launch=rank.launch_params(y.shape[0], clamp, rounds),
         pool_x=pools.x.data_ptr(),
         y=y.data_ptr(),
         recv_stats=0 if recv_stats is None else recv_stats.data_ptr(),
     )
+    activations = tensor_map(pools.activations, (ATOM, ATOM), swizzle=SWIZZLE_BYTES)
     maps = (
         tensor_map(pools.x, (ATOM, ATOM), swizzle=SWIZZLE_BYTES),
         tensor_map(l1, (1, WEIGHT_BOX_ROWS, ATOM), swizzle=SWIZZLE_BYTES),
-        tensor_map(pools.activations, (ATOM, ATOM), swizzle=SWIZZLE_BYTES),
+        activations,
         tensor_map(l2, (1, WEIGHT_BOX_ROWS, ATOM), swizzle=SWIZZLE_BYTES),
+        activations if z is None else tensor_map(z, (ATOM, ATOM), swizzle=SWIZZLE_BYTES),
     )
-    rank.forward_kernel(clamp is not None).launch(rank.num_ctas, THREADS, (params, *maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)
+    kernel = rank.forward_kernel(clamp is not None, z is not None)
+    kernel.launch(rank.num_ctas, THREADS, (params, *maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)

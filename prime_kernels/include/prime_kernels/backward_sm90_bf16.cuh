@@ -3,7 +3,7 @@
 //   dispatch warps  pull x, dy and the routing weight of every row into the pools; later combine dx and dtopk
 //   producer warp   hands out tasks and feeds the operand ring by TMA
 //   store warp      writes the tiles of dz and w*a to their pools and publishes them
-//   math warpgroups kGrad: gate|up recomputed and da' = dy W2, SwiGLU's backward in registers; kDx: dz W13, rows pushed to
+//   math warpgroups kGrad: gate|up recomputed (or read, if the forward kept them) and da' = dy W2, SwiGLU's backward in registers; kDx: dz W13, rows pushed to
 //                   their owners' slots; kDw2, kDw13: weight gradients over all rows of an expert; then combine
 #pragma once
 
@@ -13,9 +13,10 @@
 
 namespace prime_kernels {
 
-template <uint32_t kHidden_, uint32_t kIntermediate_, bool kClamped_ = false, bool kTrace_ = false>
+template <uint32_t kHidden_, uint32_t kIntermediate_, bool kClamped_ = false, bool kKeptZ_ = false, bool kTrace_ = false>
 struct BackwardConfig {
     static constexpr bool kClamped = kClamped_;
+    static constexpr bool kKeptZ = kKeptZ_;  // gate and up come from the forward instead of being recomputed
     static constexpr bool kTrace = kTrace_;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kIntermediate = kIntermediate_;
@@ -23,6 +24,7 @@ struct BackwardConfig {
     static constexpr uint32_t kGradBlocks = kIntermediate / kGradColumns;
     static constexpr uint32_t kDxBlocks = kHidden / kBlockN;
     static constexpr uint32_t kHiddenDepth = kHidden / kBlockK;
+    static constexpr uint32_t kZStages = kKeptZ ? 2 : kHiddenDepth;  // ring stages before da': gate and up, or their product
     static constexpr uint32_t kDzDepth = 2 * kIntermediate / kBlockK;
     static constexpr uint32_t kHiddenBytes = kHidden * sizeof(Bf16);
     static constexpr uint32_t kMathRegisters = 232;  // 192 accumulators in kGrad
@@ -41,6 +43,7 @@ struct BackwardMaps {
     cute::TmaDescriptor x_tile, dy_tile, dz_tile, activation_tile;
     cute::TmaDescriptor w13_rows, w13_columns, w2_columns;
     cute::TmaDescriptor x_columns, activation_columns;
+    cute::TmaDescriptor z_tile;  // kept by the forward
 };
 
 using GateUpLoop = MainLoop<Major::K, Major::K, kBlockN>;
@@ -65,10 +68,17 @@ struct BackwardProducer {
         const bool splits_n = own.splits_n, with_b = not splits_n or own.rows > 0;
         wait_counter(launch, Counters{launch}.rows_dispatched(own.pool_block), kBlockM, kFaultDispatchRows);
         ptx::fence_proxy_async();
-        for (uint32_t k_block = 0; k_block < kDepth; ++k_block, producer.advance()) {
-            Barrier& full = producer.acquire(kBytesA + (with_b ? kBytesB : 0));
-            producer.load_a(&maps.x_tile, full, k_block * kBlockK, row, splits_n);
-            if (with_b) producer.load_b(&maps.w13_rows, full, k_block * kBlockK, column, column + Config::kIntermediate, own.expert, splits_n);
+        if constexpr (Config::kKeptZ) {
+            for (uint32_t half = 0; half < Config::kZStages; ++half, producer.advance()) {
+                Barrier& full = producer.acquire(own.rows > 0 ? kAtoms * 2 * kAtomBytes : 0);
+                if (own.rows > 0) producer.load_kept<kAtoms>(&maps.z_tile, full, column + half * Config::kIntermediate, row);
+            }
+        } else {
+            for (uint32_t k_block = 0; k_block < kDepth; ++k_block, producer.advance()) {
+                Barrier& full = producer.acquire(kBytesA + (with_b ? kBytesB : 0));
+                producer.load_a(&maps.x_tile, full, k_block * kBlockK, row, splits_n);
+                if (with_b) producer.load_b(&maps.w13_rows, full, k_block * kBlockK, column, column + Config::kIntermediate, own.expert, splits_n);
+            }
         }
         for (uint32_t k_block = 0; k_block < kDepth; ++k_block, producer.advance()) {
             claims.tick(kDepth - k_block);
@@ -156,30 +166,68 @@ __device__ __forceinline__ void store_gradients(const LaunchParams& launch, cons
 // This thread's two rows of the warp: lane / 4 and lane / 4 + 8.
 constexpr uint32_t kLowerRow = 8;
 
+// This thread's gate and up of a kGrad tile, by pair of columns: pair 2g + l is columns 8g + 2 (lane % 4) + {0, 1} of its
+// upper (l = 0) or lower row.
+struct RecomputedZ {
+    const float (&z)[GateUpLoop::kAccumulators];
+    static constexpr uint32_t kUp = GateUpLoop::kAccumulators / 2;
+    __device__ __forceinline__ uint32_t gate(uint32_t pair) const { return ptx::pack_bf16(z[pair * 2], z[pair * 2 + 1]); }
+    __device__ __forceinline__ uint32_t up(uint32_t pair) const { return ptx::pack_bf16(z[kUp + pair * 2], z[kUp + pair * 2 + 1]); }
+    __device__ __forceinline__ float exact_gate(uint32_t pair, uint32_t odd) const { return z[pair * 2 + odd]; }
+    __device__ __forceinline__ float exact_up(uint32_t pair, uint32_t odd) const { return z[kUp + pair * 2 + odd]; }
+};
+
+struct KeptZ {
+    static constexpr uint32_t kPairs = 32;
+    uint32_t gates[kPairs], ups[kPairs];
+    __device__ __forceinline__ uint32_t gate(uint32_t pair) const { return gates[pair]; }
+    __device__ __forceinline__ uint32_t up(uint32_t pair) const { return ups[pair]; }
+    __device__ __forceinline__ float exact_gate(uint32_t pair, uint32_t odd) const { return odd ? ptx::bf16_high(gates[pair]) : ptx::bf16_low(gates[pair]); }
+    __device__ __forceinline__ float exact_up(uint32_t pair, uint32_t odd) const { return odd ? ptx::bf16_high(ups[pair]) : ptx::bf16_low(ups[pair]); }
+
+    // One of the two from the next stage of the ring, where it lies as two atoms of 128 rows x 64 columns. Rows that are not
+    // `valid` were never written by the forward: zero, as if recomputed from zero rows.
+    __device__ __forceinline__ static void read(Stage& stage, uint32_t block_row, uint32_t lane, const bool (&valid)[2], uint32_t (&values)[kPairs]) {
+        OperandRing::full(stage.index).wait(stage.phase);
+        const uint32_t base = ptx::shared_address(OperandRing::b_stage(stage.index));
+        #pragma unroll
+        for (uint32_t group = 0; group < kPairs / 2; group += 2) {
+            const uint32_t atom = base + group / kGroupsPerTile * kBlockM * kSwizzleBytes;
+            const uint32_t address = chunk_address(atom, block_row + lane % 16, group % kGroupsPerTile + lane / 16);
+            ptx::ldmatrix_x4(address, values[group * 2], values[group * 2 + 1], values[group * 2 + 2], values[group * 2 + 3]);
+        }
+        __syncwarp();
+        OperandRing::release(stage.index, lane);
+        stage.advance();
+        #pragma unroll
+        for (uint32_t pair = 0; pair < kPairs; ++pair)
+            if (not valid[pair % 2]) values[pair] = 0;
+    }
+};
+
 // SwiGLU's backward over the tile in registers, 64 columns at a time, each handed to the store warp when it is ready. The
 // row sums of da' a over the tile's columns are this tile's part of dtopk.
-template <typename Config>
-__device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, const CtaTask& task, OutputWriter& output,
-                                                  float (&z)[GateUpLoop::kAccumulators], float (&da)[DaLoop::kAccumulators],
-                                                  const float (&weights)[2], uint64_t pool_row, uint32_t lane) {
-    constexpr uint32_t kUp = GateUpLoop::kAccumulators / 2;
+template <typename Config, typename Z>
+__device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, const CtaTask& task, OutputWriter& output, const Z& z,
+                                                  const float (&da)[DaLoop::kAccumulators], const float (&weights)[2], uint64_t pool_row,
+                                                  uint32_t lane) {
     const float limit = params.launch.problem.clamp;
     float dtopk[2] = {0.0f, 0.0f};
     #pragma unroll
     for (uint32_t tile = 0; tile < Config::kGradColumns / kAtom; ++tile) {
-        const uint32_t first = tile * kGroupsPerTile * 4;
-        uint32_t dgate[kGroupsPerTile * 2], dup[kGroupsPerTile * 2], weighted[kGroupsPerTile * 2];
+        constexpr uint32_t kPairs = kGroupsPerTile * 2;
+        uint32_t dgate[kPairs], dup[kPairs], weighted[kPairs];
         #pragma unroll
-        for (uint32_t pair = 0; pair < kGroupsPerTile * 2; ++pair) {
-            const uint32_t at = first + pair * 2, lower = pair % 2;
-            const uint32_t g = ptx::pack_bf16(z[at], z[at + 1]), u = ptx::pack_bf16(z[kUp + at], z[kUp + at + 1]);
-            const SwigluGrads even = swiglu_backward<Config::kClamped>(ptx::bf16_low(g), ptx::bf16_low(u), z[at], z[kUp + at], da[at],
-                                                                       weights[lower], limit, dtopk[lower]);
-            const SwigluGrads odd = swiglu_backward<Config::kClamped>(ptx::bf16_high(g), ptx::bf16_high(u), z[at + 1], z[kUp + at + 1], da[at + 1],
-                                                                      weights[lower], limit, dtopk[lower]);
-            dgate[pair] = ptx::pack_bf16(even.dgate, odd.dgate);
-            dup[pair] = ptx::pack_bf16(even.dup, odd.dup);
-            weighted[pair] = ptx::pack_bf16(even.weighted, odd.weighted);
+        for (uint32_t i = 0; i < kPairs; ++i) {
+            const uint32_t pair = tile * kPairs + i, lower = i % 2;
+            const uint32_t g = z.gate(pair), u = z.up(pair);
+            const SwigluGrads even = swiglu_backward<Config::kClamped>(ptx::bf16_low(g), ptx::bf16_low(u), z.exact_gate(pair, 0), z.exact_up(pair, 0),
+                                                                       da[pair * 2], weights[lower], limit, dtopk[lower]);
+            const SwigluGrads odd = swiglu_backward<Config::kClamped>(ptx::bf16_high(g), ptx::bf16_high(u), z.exact_gate(pair, 1), z.exact_up(pair, 1),
+                                                                      da[pair * 2 + 1], weights[lower], limit, dtopk[lower]);
+            dgate[i] = ptx::pack_bf16(even.dgate, odd.dgate);
+            dup[i] = ptx::pack_bf16(even.dup, odd.dup);
+            weighted[i] = ptx::pack_bf16(even.weighted, odd.weighted);
         }
         if (tile + 1 == Config::kGradColumns / kAtom) {
             #pragma unroll
@@ -256,7 +304,7 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
         if (task.pushes_over) pushes.reached(params.launch.problem.num_rounds);
         const bool by_rows = task.phase <= kDx;
         if (by_rows and task.rows == 0) {
-            skip_operands(stage, task.phase == kGrad ? 2 * Config::kHiddenDepth : Config::kDzDepth, lane);
+            skip_operands(stage, task.phase == kGrad ? Config::kZStages + Config::kHiddenDepth : Config::kDzDepth, lane);
             continue;
         }
         // Once the first operands are here, the producer has acquired what this task reads, and so may these threads.
@@ -266,18 +314,30 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
         const uint64_t pool_row = static_cast<uint64_t>(task.pool_block) * kBlockM + block_row;
         if (task.phase == kGrad) {
             float weights[2];
+            bool valid[2];
             #pragma unroll
             for (uint32_t lower = 0; lower < 2; ++lower) {
                 const uint32_t row = lane / 4 + lower * kLowerRow;
-                weights[lower] = block_row + row < task.rows ? ptx::load_fresh_float(params.weights + pool_row + row) : 0.0f;
+                valid[lower] = block_row + row < task.rows;
+                weights[lower] = valid[lower] ? ptx::load_fresh_float(params.weights + pool_row + row) : 0.0f;
             }
-            float z[GateUpLoop::kAccumulators], da[DaLoop::kAccumulators];
-            // One pipeline: da' starts while the last block of z is still under way.
-            const uint32_t last = GateUpLoop::start(stage, Config::kHiddenDepth, warpgroup, lane, z);
-            DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da, last);
-            fence_accumulators(z);
-            tracer.mark(2);
-            gradient_epilogue<Config>(params, task, output, z, da, weights, pool_row, lane);
+            float da[DaLoop::kAccumulators];
+            if constexpr (Config::kKeptZ) {
+                KeptZ z;
+                KeptZ::read(stage, block_row, lane, valid, z.gates);
+                KeptZ::read(stage, block_row, lane, valid, z.ups);
+                DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da);
+                tracer.mark(2);
+                gradient_epilogue<Config>(params, task, output, z, da, weights, pool_row, lane);
+            } else {
+                // One pipeline: da' starts while the last block of z is still under way.
+                float z[GateUpLoop::kAccumulators];
+                const uint32_t last = GateUpLoop::start(stage, Config::kHiddenDepth, warpgroup, lane, z);
+                DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da, last);
+                fence_accumulators(z);
+                tracer.mark(2);
+                gradient_epilogue<Config>(params, task, output, RecomputedZ{z}, da, weights, pool_row, lane);
+            }
         } else if (task.phase == kDx) {
             const uint32_t row = lane % kRowsPerWarp;
             const bool valid = lane < kRowsPerWarp and block_row + row < task.rows and not aborted(params.launch);

@@ -124,6 +124,7 @@ struct Finisher {
             if (lane < comm.num_ranks and seen == (epoch | kAbortedBit)) raise_fault(launch, kFaultPeerAborted, lane, epoch, seen);
             arrived = all_lanes(lane >= comm.num_ranks or (seen & ~kAbortedBit) >= epoch);
             if (not arrived) return false;
+            __syncwarp();  // every lane's acquire before any lane's reads of the slots: a vote orders no memory
         }
         uint32_t token = 0;
         if (lane == 0) token = round * problem.tokens_per_round() + atomicAdd(Counters{launch}.next_token(round), 1u);

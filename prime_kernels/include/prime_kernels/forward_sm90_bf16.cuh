@@ -15,9 +15,10 @@ namespace prime_kernels {
 
 constexpr uint32_t kActivationColumns = 128;  // an L1 tile: 128 gate and 128 up columns
 
-template <uint32_t kHidden_, uint32_t kIntermediate_, bool kClamped_ = false, bool kTrace_ = false>
+template <uint32_t kHidden_, uint32_t kIntermediate_, bool kClamped_ = false, bool kKeepZ_ = false, bool kTrace_ = false>
 struct ForwardConfig {
     static constexpr bool kClamped = kClamped_;
+    static constexpr bool kKeepZ = kKeepZ_;  // gate and up are written to memory for the backward
     static constexpr bool kTrace = kTrace_;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kIntermediate = kIntermediate_;
@@ -77,15 +78,18 @@ __device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder
 
 // --- Store --------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void store_activations(const LaunchParams& launch, const cute::TmaDescriptor* a_map) {
+template <typename Config>
+__device__ __forceinline__ void store_activations(const LaunchParams& launch, const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* z_map) {
+    constexpr uint32_t kOutputs = Config::kKeepZ ? 3 : 1;  // activation, gate, up
     TaskReader reader;
     uint32_t uses = 0;
     for (; reader.next(); reader.done(true)) {
         const CtaTask& task = reader.task();
         if (task.phase != kForwardL1 or task.rows == 0) continue;
-        store_tiles<kActivationColumns / kAtom>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
-            cute::SM90_TMA_STORE_2D::copy(a_map, shared, task.n_block * kActivationColumns + tile * kAtom,
-                                          task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
+        store_tiles<kActivationColumns / kAtom * kOutputs>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
+            const uint32_t output = tile % kOutputs;
+            const uint32_t column = task.n_block * kActivationColumns + tile / kOutputs * kAtom + (output == 2 ? Config::kIntermediate : 0);
+            cute::SM90_TMA_STORE_2D::copy(output == 0 ? a_map : z_map, shared, column, task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
         });
         ptx::fence_proxy_async();
         ptx::add_release_gpu(Counters{launch}.tiles_done(task.pool_block), 1);
@@ -132,11 +136,23 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
             // This thread holds the gate of a column in the first half of its accumulators and the up in the second.
             constexpr uint32_t kUp = ForwardLoop::kAccumulators / 2;
             #pragma unroll
-            for (uint32_t tile = 0; tile < kActivationColumns / kAtom; ++tile)
+            for (uint32_t tile = 0; tile < kActivationColumns / kAtom; ++tile) {
+                const float* gate = acc + tile * kGroupsPerTile * 4;
+                const float* up = gate + kUp;
+                const auto at = [](uint32_t group, uint32_t lower) { return group * 4 + lower * 2; };
                 output.put_tile([&](uint32_t group, uint32_t lower) {
-                    const uint32_t at = (tile * kGroupsPerTile + group) * 4 + lower * 2;
-                    return swiglu_pair<Config::kClamped>(acc[at], acc[at + 1], acc[kUp + at], acc[kUp + at + 1], limit);
+                    const uint32_t i = at(group, lower);
+                    return swiglu_pair<Config::kClamped>(gate[i], gate[i + 1], up[i], up[i + 1], limit);
                 });
+                if constexpr (Config::kKeepZ) {
+                    output.put_tile([&](uint32_t group, uint32_t lower) {
+                        return pack_gate<Config::kClamped>(gate[at(group, lower)], gate[at(group, lower) + 1], limit);
+                    });
+                    output.put_tile([&](uint32_t group, uint32_t lower) {
+                        return pack_up<Config::kClamped>(up[at(group, lower)], up[at(group, lower) + 1], limit);
+                    });
+                }
+            }
         } else {
             output.store_rows<kBlockN>(acc, slot, kBlockN);
         }
@@ -151,7 +167,7 @@ template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1)
 forward_sm90_bf16(const __grid_constant__ ForwardParams params, const __grid_constant__ cute::TmaDescriptor x_map,
                   const __grid_constant__ cute::TmaDescriptor w1_map, const __grid_constant__ cute::TmaDescriptor a_map,
-                  const __grid_constant__ cute::TmaDescriptor w2_map) {
+                  const __grid_constant__ cute::TmaDescriptor w2_map, const __grid_constant__ cute::TmaDescriptor z_map) {
     const uint32_t warp = __shfl_sync(0xffffffff, threadIdx.x / kWarpSize, 0);
     const uint32_t lane = threadIdx.x % kWarpSize;
     begin_exchange(params.launch, params.recv_stats);
@@ -169,7 +185,7 @@ forward_sm90_bf16(const __grid_constant__ ForwardParams params, const __grid_con
             if (lane == 0)
                 produce<Config>(params.launch, *reinterpret_cast<ForwardOrder*>(shared_map().order), &x_map, &w1_map, &a_map, &w2_map);
         } else if (warp == kStoreWarp) {
-            if (lane == 0) store_activations(params.launch, &a_map);
+            if (lane == 0) store_activations<Config>(params.launch, &a_map, &z_map);
         } else {
             const uint32_t index = blockIdx.x * kDispatchWarps + warp - kFirstDispatchWarp;
             dispatch_rows<false, Config::kInFlight, Config::kHiddenBytes>(params.launch, pools, group_rows(params.launch.comm), gridDim.x * kMathWarps, index,

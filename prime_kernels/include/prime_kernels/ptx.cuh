@@ -93,6 +93,11 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t m0, uint3
                  ::"r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3) : "memory");
 }
 
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t& m0, uint32_t& m1, uint32_t& m2, uint32_t& m3) {
+    asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3) : "r"(address) : "memory");
+}
+
 // Two fp32 to packed bf16, round to nearest even; `low` is the lower address.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;

@@ -29,6 +29,28 @@ __device__ __forceinline__ uint32_t swiglu_pair(float g0, float g1, float u0, fl
     return ptx::pack_bf16(gate0 * sigmoid(gate0) * up0, gate1 * sigmoid(gate1) * up1);
 }
 
+// bf16 of a kept gate or up value that stays on its side of the limit, so that the backward can tell from it whether the limit
+// bound: the nearest bf16, or its neighbour where rounding went across. `limit` is positive.
+__device__ __forceinline__ float keep_side(float exact, float limit) {
+    const float rounded = ptx::bf16_low(ptx::pack_bf16(exact, 0.0f));
+    const bool outside = fabsf(exact) > limit;
+    if ((fabsf(rounded) > limit) == outside) return rounded;
+    const uint32_t step = 0x10000u, bits = __float_as_uint(rounded);  // one bf16 away from zero or towards it
+    return __uint_as_float(outside ? bits + step : bits - step);
+}
+
+template <bool kClamped>
+__device__ __forceinline__ uint32_t pack_gate(float g0, float g1, float limit) {
+    if (not kClamped) return ptx::pack_bf16(g0, g1);
+    // The gate is bound from above only.
+    return ptx::pack_bf16(g0 > 0.0f ? keep_side(g0, limit) : g0, g1 > 0.0f ? keep_side(g1, limit) : g1);
+}
+
+template <bool kClamped>
+__device__ __forceinline__ uint32_t pack_up(float u0, float u1, float limit) {
+    return kClamped ? ptx::pack_bf16(keep_side(u0, limit), keep_side(u1, limit)) : ptx::pack_bf16(u0, u1);
+}
+
 struct SwigluGrads {
     float dgate, dup, weighted;  // weighted: w a
 };

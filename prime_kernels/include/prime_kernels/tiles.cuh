@@ -253,6 +253,18 @@ struct Producer {
         }
     }
 
+    // A kept tile of this CTA alone, in the place of B: `kAtoms` atoms of 128 rows x 64 columns.
+    template <uint32_t kAtoms>
+    __device__ __forceinline__ void load_kept(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row) const {
+        Bf16* b = OperandRing::b_stage(stage.index);
+        #pragma unroll
+        for (uint32_t atom = 0; atom < kAtoms; ++atom)
+            #pragma unroll
+            for (uint32_t first = 0; first < kBlockM; first += kAtom)
+                cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full), kCacheHint, b + (atom * kBlockM + first) * kAtom,
+                                             column + atom * kAtom, row + first);
+    }
+
     // Both CTAs' last reads are over before either leaves: nothing arrives at barriers of an exited CTA.
     __device__ __forceinline__ void drain() {
         for (uint32_t s = 0; s < kStages; ++s, stage.advance()) OperandRing::empty(stage.index).wait(stage.phase ^ 1);
