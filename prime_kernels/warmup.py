@@ -76,8 +76,11 @@ def _mega_moe(shape: ModelShape, ep: int) -> Sequence[KernelSource]:
     clamped = shape.activation_clamp is not None
     return (
         *(sm90.plan_source(entry) for entry in sm90.PLAN_ENTRIES),
-        forward_kernel.source(shape.hidden, shape.intermediate, clamped),
-        backward_kernel.source(shape.hidden, shape.intermediate, clamped),
+        *(
+            module.source(shape.hidden, shape.intermediate, clamped, keeps_z)
+            for keeps_z in (False, True)
+            for module in (forward_kernel, backward_kernel)
+        ),
     )
 
 

@@ -32,6 +32,11 @@ def _sources() -> dict[str, KernelSource]:
             for direction, module in (("forward", forward_kernel), ("backward", backward_kernel)):
                 name = f"{direction} {model}{' clamped' if clamped else ''}"
                 found[name] = module.source(shape.hidden, shape.intermediate, clamped)
+    shape = model_shape(MODELS[0])
+    for clamped in (False, True):
+        for direction, module in (("forward", forward_kernel), ("backward", backward_kernel)):
+            name = f"{direction} {MODELS[0]}{' clamped' if clamped else ''} z kept"
+            found[name] = module.source(shape.hidden, shape.intermediate, clamped, True)
     return found
 
 

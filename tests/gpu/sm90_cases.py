@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ def compile_all() -> None:
     """Fill the cache with every kernel of these tests, several at once."""
     sources = [sm90.plan_source(entry) for entry in sm90.PLAN_ENTRIES]
     for hidden, inter in SHAPES:
-        for clamped in (False, True):
-            sources.append(forward_kernel.source(hidden, inter, clamped))
-            sources.append(backward_kernel.source(hidden, inter, clamped))
+        for clamped, kept in itertools.product((False, True), repeat=2):
+            sources.append(forward_kernel.source(hidden, inter, clamped, kept))
+            sources.append(backward_kernel.source(hidden, inter, clamped, kept))
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_kernel, sources))
 
@@ -111,16 +112,36 @@ def make_case(
             normal(2 * shared_inter, hidden, scale=hidden**-0.5),
             normal(hidden, shared_inter, scale=1.6 * shared_inter**-0.5),
         )
+    x = normal(tokens, hidden)
+    topk_idx = route(kind, tokens, experts, topk, generator)
+    topk_weights = torch.rand(tokens, topk, device=DEVICE, generator=generator)
+    gate_up = normal(experts, 2 * inter, hidden, scale=hidden**-0.5)
     return Case(
-        x=normal(tokens, hidden),
-        topk_idx=route(kind, tokens, experts, topk, generator),
-        topk_weights=torch.rand(tokens, topk, device=DEVICE, generator=generator),
-        gate_up=normal(experts, 2 * inter, hidden, scale=hidden**-0.5),
+        x=x,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        gate_up=gate_up,
         down=normal(experts, hidden, inter, scale=1.6 * inter**-0.5),
         dy=normal(tokens, hidden),
-        clamp=clamp,
+        clamp=None if clamp is None else clear_of_values(clamp, x, topk_idx, gate_up),
         shared=shared,
     )
+
+
+def clear_of_values(limit: float, x: Tensor, topk_idx: Tensor, gate_up: Tensor) -> float:
+    """The limit nearby that is farthest from any gate or up value.
+
+    A value that fp32 accumulation moves across the limit has a gradient or none: a whole element, no rounding error.
+    """
+    window = 0.02
+    near = [torch.tensor([limit - window, limit + window], dtype=torch.float64, device=DEVICE)]
+    for expert in range(gate_up.shape[0]):
+        rows = x[(topk_idx == expert).any(1)].double()
+        values = (rows @ gate_up[expert].double().T).abs().flatten()
+        near.append(values[(values - limit).abs() < window])
+    ordered = torch.cat(near).sort().values
+    widest = int((ordered[1:] - ordered[:-1]).argmax())
+    return float((ordered[widest] + ordered[widest + 1]) / 2)
 
 
 def poisoned(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:

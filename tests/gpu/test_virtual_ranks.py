@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class World:
 
     def step(
         self, case: Case, counts: Sequence[int], *, dw_dtype: torch.dtype = torch.float32,
-        initial: tuple[Tensor, Tensor] | None = None, delays: dict[int, int] | None = None,
+        initial: tuple[Tensor, Tensor] | None = None, delays: dict[int, int] | None = None, keep_z: bool = False,
     ) -> Outputs:  # fmt: skip
         """Forward, then backward on every rank, with nothing between them."""
         hidden, topk = self.shape.hidden, self.shape.topk
@@ -98,19 +99,22 @@ class World:
             dw2=poisoned(case.down.shape, dw_dtype) if initial is None else initial[1].clone(),
         )
         self.stage(case, counts)
+        kept = [rank.empty_z().fill_(math.nan) if keep_z else None for rank in self.ranks]
         torch.cuda.synchronize()
 
         def forward(index: int, rank: Sm90Rank) -> None:
             if delays and index in delays:
                 torch.cuda._sleep(delays[index])
             experts = self.experts(index)
-            rank.forward(out.y[index], case.gate_up[experts], case.down[experts], case.clamp)
+            rank.forward(
+                out.y[index], case.gate_up[experts], case.down[experts], case.clamp, z=kept[index]
+            )
 
         def backward(index: int, rank: Sm90Rank) -> None:
             experts = self.experts(index)
             rank.backward(
                 out.dx[index], out.dw1[experts], out.dw2[experts], out.dtopk[index], case.gate_up[experts],
-                case.down[experts], case.clamp, initial is not None,
+                case.down[experts], case.clamp, initial is not None, kept[index],
             )  # fmt: skip
 
         self.launch(forward)
@@ -141,6 +145,7 @@ def world_of(
     return World(ExchangeShape(max(1, *counts), topk, hidden, inter, experts, len(counts)), **options)
 
 
+@pytest.mark.parametrize("keep_z", [False, True])
 @pytest.mark.parametrize(
     ("counts", "experts", "topk", "kind", "clamp"),
     [
@@ -153,9 +158,22 @@ def world_of(
         ([64] * 8, 8, 1, "skewed", None),
     ],
 )
-def test_parity(counts: list[int], experts: int, topk: int, kind: str, clamp: float | None) -> None:
+def test_parity(
+    counts: list[int], experts: int, topk: int, kind: str, clamp: float | None, keep_z: bool
+) -> None:
     case = make_case(sum(counts), experts, topk, 512, 256, kind, clamp=clamp)
     world = world_of(counts, experts, topk, 512, 256)
+    judge(world.step(case, counts, keep_z=keep_z), case)
+
+
+@pytest.mark.parametrize("rounds", [2, 4])
+def test_rounds(rounds: int) -> None:
+    counts = [300, 0, 1, 129]
+    case = make_case(sum(counts), 8, 4, 512, 256, "masked", clamp=1.0)
+    blocks = 8 * rounds + sum(counts) * 4 // 128
+    world = world_of(counts, 8, 4, 512, 256, pool_blocks=blocks)
+    for rank in world.ranks:
+        rank.forward_rounds = rounds
     judge(world.step(case, counts), case)
 
 
