@@ -145,7 +145,10 @@ def capturing(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """Sizes that are the same on all ranks: T tokens per rank, top-K, H hidden, I intermediate, E experts, R ranks."""
+    """Sizes that are the same on all ranks.
+
+    T tokens per rank, top-K, H hidden, I intermediate, E experts, R ranks.
+    """
 
     tokens: int
     topk: int
@@ -163,8 +166,8 @@ class ExchangeShape:
     def forward_rounds(self) -> int:
         """In how many parts the forward works on each rank's tokens; from what is equal on all ranks.
 
-        All parts but the last are combined while the next is computed. A part must leave each expert enough rows that
-        rounding them up to blocks costs little.
+        All parts but the last are combined while the next is computed. A part must leave each expert enough
+        rows that rounding them up to blocks costs little.
         """
         rows_per_expert = self.tokens * self.topk * self.ranks // self.experts
         rounds = 1
@@ -179,8 +182,8 @@ class ExchangeShape:
     def symmetric_layout(self) -> tuple[SymmetricOffsets, int]:
         """Offsets of every region and the total bytes of a rank's symmetric buffer.
 
-        Flags and epoch come first, at the same place for every shape over the same ranks: peers write flags of
-        the next call, which may be of another shape, while this rank is still in the present one.
+        Flags and epoch come first, at the same place for every shape over the same ranks: peers write flags
+        of the next call, which may be of another shape, while this rank is still in the present one.
         """
         entries = self.tokens * self.topk
         regions = {
@@ -204,7 +207,10 @@ class ExchangeShape:
         return offsets, end
 
     def worst_case_pool_blocks(self) -> int:
-        """Row blocks that hold any routing: every slot of every token of every rank to this rank, in any split over experts."""
+        """Row blocks that hold any routing.
+
+        Every slot of every token of every rank to this rank, in any split over experts.
+        """
         rows = self.ranks * self.tokens * self.topk
         return -(-rows // BLOCK_M) + self.forward_rounds * self.local_experts
 
@@ -257,15 +263,15 @@ class FaultBox:
         step = f"rank {rank}, step {epoch}"
         if site == _OVERFLOW_SITE:
             raise RuntimeError(
-                f"{step}: the routing needs {expected} pool rows and {seen} are allocated; build the buffer with room "
-                f"for at least {expected} rows: set_pool_capacity_factor(f) gives about f * T * K rows, and "
-                "set_pool_capacity_factor(None) as many as any routing needs"
+                f"{step}: the routing needs {expected} pool rows and {seen} are allocated; build the buffer "
+                f"with room for at least {expected} rows: set_pool_capacity_factor(f) gives about f * T * K "
+                "rows, and set_pool_capacity_factor(None) as many as any routing needs"
             )
         if site == _EXPERT_SITE:
             value = ctypes.c_int64(seen).value
             raise ValueError(
-                f"{step}: topk_idx entry {peer} holds expert {value}, the limit is 0 <= expert < {expected}, or -1 for "
-                "none; the results of that call are not valid"
+                f"{step}: topk_idx entry {peer} holds expert {value}, the limit is 0 <= expert < {expected}, "
+                "or -1 for none; the results of that call are not valid"
             )
         if site == _ABORT_SITE:
             raise RuntimeError(f"{step}: {what}: peer {peer}; see that rank's own error")
@@ -349,7 +355,8 @@ class PoolMemory:
         if name not in self._parts:
             if capturing(self._device):
                 raise RuntimeError(
-                    "the pools of this buffer are not allocated yet; run the captured calls once before the capture"
+                    "the pools of this buffer are not allocated yet; run the captured calls once before the "
+                    "capture"
                 )
             self._parts[name] = torch.empty(self._sizes[name], dtype=torch.uint8, device=self._device)
         return self._parts[name]

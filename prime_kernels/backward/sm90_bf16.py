@@ -52,7 +52,10 @@ Maps = ctypes.c_uint8 * (NUM_MAPS * TENSOR_MAP_BYTES)
 def source(
     hidden: int, intermediate: int, clamped: bool = False, kept_z: bool = False, trace: bool = False
 ) -> KernelSource:
-    """The kernel for one (H, I), with or without a limit in SwiGLU, with kept gate and up or not; all else is an argument."""
+    """The kernel for one (H, I), with or without a limit in SwiGLU, with kept gate and up or not.
+
+    All else is an argument.
+    """
     flags = ", ".join(str(flag).lower() for flag in (clamped, kept_z, trace))
     config = f"prime_kernels::BackwardConfig<{hidden}, {intermediate}, {flags}>"
     return KernelSource(
@@ -109,8 +112,8 @@ def launch(
 
     Args:
         dx: bf16 [n, H]; dtopk: fp32 [n, K]; both overwritten.
-        dw1, dw2: [El, 2I, H] and [El, H, I], fp32 or bf16, overwritten, or added to when ``accumulate`` (fp32);
-            None: not computed.
+        dw1, dw2: [El, 2I, H] and [El, H, I], fp32 or bf16, overwritten, or added to when ``accumulate``
+            (fp32); None: not computed.
         l1, l2: bf16 weights as in the forward.
         z: what the forward of the same routing kept; None: recomputed.
     """

@@ -36,7 +36,10 @@ class ForwardParams(ctypes.Structure):
 def source(
     hidden: int, intermediate: int, clamped: bool = False, keep_z: bool = False, trace: bool = False
 ) -> KernelSource:
-    """The kernel for one (H, I), with or without a limit in SwiGLU, keeping gate and up or not; all else is an argument."""
+    """The kernel for one (H, I), with or without a limit in SwiGLU, keeping gate and up or not.
+
+    All else is an argument.
+    """
     flags = ", ".join(str(flag).lower() for flag in (clamped, keep_z, trace))
     config = f"prime_kernels::ForwardConfig<{hidden}, {intermediate}, {flags}>"
     return KernelSource(
@@ -61,7 +64,8 @@ def launch(
 
     Args:
         y: bf16 [n, H], overwritten.
-        l1, l2: bf16 [El, 2I, H] and [El, H, I]; the last dimension contiguous, other strides any multiple of 8.
+        l1, l2: bf16 [El, 2I, H] and [El, H, I]; the last dimension contiguous, other strides any multiple
+            of 8.
         recv_stats: int32 [El], to which the rows received are added.
         z: bf16 [C, 2I] (gate | up of each pool row), written for the backward; None: not kept.
         rounds: as in the route plan.

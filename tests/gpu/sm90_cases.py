@@ -131,7 +131,8 @@ def make_case(
 def clear_of_values(limit: float, x: Tensor, topk_idx: Tensor, gate_up: Tensor) -> float:
     """The limit nearby that is farthest from any gate or up value.
 
-    A value that fp32 accumulation moves across the limit has a gradient or none: a whole element, no rounding error.
+    A value that fp32 accumulation moves across the limit has a gradient or none: a whole element, no rounding
+    error.
     """
     window = 0.02
     near = [torch.tensor([limit - window, limit + window], dtype=torch.float64, device=DEVICE)]

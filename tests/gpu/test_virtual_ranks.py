@@ -87,7 +87,8 @@ class World:
 
     def step(
         self, case: Case, counts: Sequence[int], *, dw_dtype: torch.dtype = torch.float32,
-        initial: tuple[Tensor, Tensor] | None = None, delays: dict[int, int] | None = None, keep_z: bool = False,
+        initial: tuple[Tensor, Tensor] | None = None, delays: dict[int, int] | None = None,
+        keep_z: bool = False,
     ) -> Outputs:  # fmt: skip
         """Forward, then backward on every rank, with nothing between them."""
         hidden, topk = self.shape.hidden, self.shape.topk
