@@ -165,7 +165,7 @@ class Sm90Rank:
         return load_kernel(source, self.device)
 
     def route_plan(self, num_tokens: int, rounds: int = 1) -> None:
-        """Sort this rank's (token, slot) entries by expert, count the call, zero the coming launch's counters."""
+        """Sort (token, slot) entries by expert, count the call, zero the counters of the coming launch."""
         shape, at, base = self.shape, self.comm.at, self.storage.data_ptr()
         params = PlanParams(
             topk_idx=base + at.topk_idx,
