@@ -87,6 +87,7 @@ class Problem(ctypes.Structure):
     _fields_ = [
         ("num_tokens", ctypes.c_uint32),
         ("num_topk", ctypes.c_uint32),
+        ("max_entries", ctypes.c_uint32),
         ("num_local_experts", ctypes.c_uint32),
         ("pool_blocks", ctypes.c_uint32),
         ("min_wave_tasks", ctypes.c_uint32),

@@ -196,6 +196,7 @@ class Sm90Rank:
             problem=Problem(
                 num_tokens=num_tokens,
                 num_topk=self.shape.topk,
+                max_entries=self.shape.tokens * self.shape.topk,
                 num_local_experts=self.shape.local_experts,
                 pool_blocks=self.pools.blocks,
                 min_wave_tasks=self.min_wave_tasks,
@@ -223,7 +224,6 @@ class Sm90Rank:
         ``z`` (:meth:`empty_z`) takes gate and up for a backward over the same routing, which has one round.
         """
         rounds = self.forward_rounds if z is None else 1
-        self.route_plan(y.shape[0], rounds)
         forward_kernel.launch(self, y, l1, l2, clamp, recv_stats, z, rounds)
 
     def empty_z(self) -> Tensor:
@@ -245,7 +245,6 @@ class Sm90Rank:
     ) -> None:
         """Gradients of the staged tokens and dy; asynchronous. Faults surface in :meth:`check`."""
         self.pools.add_backward()
-        self.route_plan(dx.shape[0])
         backward_kernel.launch(self, dx, dw1, dw2, dtopk, l1, l2, clamp, accumulate, z)
 
     def check(self) -> None:

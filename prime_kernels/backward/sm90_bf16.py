@@ -108,7 +108,7 @@ def launch(
     accumulate: bool,
     z: Tensor | None,
 ) -> None:
-    """Launch on the current stream, after the route plan.
+    """Launch the route plan and the kernel on the current stream.
 
     Args:
         dx: bf16 [n, H]; dtopk: fp32 [n, K]; both overwritten.
@@ -129,6 +129,7 @@ def launch(
         dw=(WeightGradient * 2)(_weight_gradient(dw2, accumulate), _weight_gradient(dw1, accumulate)),
     )
     maps = _tensor_maps(rank, l1, l2, z)
-    rank.backward_kernel(clamp is not None, z is not None).launch(
-        rank.num_ctas, THREADS, (params, maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES
-    )
+    kernel = rank.backward_kernel(clamp is not None, z is not None)
+    # Last: the route plan counts the call, and what raises after it would leave this rank out of step with its peers.
+    rank.route_plan(dx.shape[0])
+    kernel.launch(rank.num_ctas, THREADS, (params, maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 THREADS = 384
-SHARED_BYTES = 232336  # sizeof(SharedMap) in tiles.cuh
+SHARED_BYTES = 232344  # sizeof(SharedMap) in tiles.cuh
 ATOM = 64  # bf16 elements of a swizzled row: the inner box of every map
 SWIZZLE_BYTES = 128
 WEIGHT_BOX_ROWS = 128  # each CTA of a cluster loads this part of the weight tile for both
@@ -60,7 +60,7 @@ def launch(
     z: Tensor | None,
     rounds: int,
 ) -> None:
-    """Launch on the current stream, after the route plan.
+    """Launch the route plan and the kernel on the current stream.
 
     Args:
         y: bf16 [n, H], overwritten.
@@ -68,7 +68,7 @@ def launch(
             of 8.
         recv_stats: int32 [El], to which the rows received are added.
         z: bf16 [C, 2I] (gate | up of each pool row), written for the backward; None: not kept.
-        rounds: as in the route plan.
+        rounds: parts the tokens are worked on in, equal on all ranks.
     """
     pools = rank.pools
     params = ForwardParams(
@@ -86,4 +86,6 @@ def launch(
         activations if z is None else tensor_map(z, (ATOM, ATOM), swizzle=SWIZZLE_BYTES),
     )
     kernel = rank.forward_kernel(clamp is not None, z is not None)
+    # Last: the route plan counts the call, and what raises after it would leave this rank out of step with its peers.
+    rank.route_plan(y.shape[0], rounds)
     kernel.launch(rank.num_ctas, THREADS, (params, *maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)

@@ -315,6 +315,28 @@ def test_pools_that_are_too_small_are_reported_with_the_rows_needed() -> None:
     judge(world_of(counts, 4, 2, 512, 256, pool_blocks=32).step(case, counts), case)
 
 
+def test_a_full_pool_never_hangs_the_backward() -> None:
+    """Whichever CTAs see the fault first: both of a cluster stop, or a claim would be waited for without end."""
+    counts = [512, 512]
+    case = make_case(sum(counts), 4, 2, 512, 256, "one")
+    world = world_of(counts, 4, 2, 512, 256, timeout_seconds=SHORT_TIMEOUT_SECONDS, pool_blocks=8)
+    world.stage(case, counts)
+    dx, dtopk = poisoned((512, 512), BF16), poisoned((512, 2), torch.float32)
+    dw1, dw2 = poisoned(case.gate_up.shape, torch.float32), poisoned(case.down.shape, torch.float32)
+    torch.cuda.synchronize()
+
+    def backward(index: int, rank: Sm90Rank) -> None:
+        own = world.experts(index)
+        rank.backward(dx, dw1[own], dw2[own], dtopk, case.gate_up[own], case.down[own])
+
+    for _ in range(100):
+        world.launch(backward)
+        torch.cuda.synchronize()
+        for rank in world.ranks:
+            with pytest.raises(RuntimeError, match=r"gave up|pool rows"):
+                rank.check()
+
+
 def test_an_expert_index_out_of_range_is_reported() -> None:
     counts = [16, 16]
     case = make_case(sum(counts), 4, 2, 512, 256)

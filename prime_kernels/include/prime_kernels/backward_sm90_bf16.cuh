@@ -146,7 +146,7 @@ template <typename Config>
 __device__ __forceinline__ void store_gradients(const LaunchParams& launch, const BackwardMaps& maps) {
     TaskReader reader;
     uint32_t uses = 0;
-    for (; reader.next(); reader.done(true)) {
+    for (; reader.next(); reader.done(true, 1u)) {
         const CtaTask& task = reader.task();
         if (task.phase != kGrad or task.rows == 0) continue;
         store_tiles<Config::kGradColumns / kAtom * kGradOutputs>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
@@ -299,7 +299,7 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
     Tracer<Config::kTrace> tracer{params.launch.trace, blockIdx.x * kMathWarpgroups + warpgroup, warp % 4 == 0 and lane == 0};
     PushAnnouncer pushes{params.launch, warpgroup};
     Stage stage;
-    for (tracer.mark(0); reader.next(); reader.done(lane == 0), tracer.mark(0)) {
+    for (tracer.mark(0); reader.next(); reader.done(lane == 0, 0xffffffff), tracer.mark(0)) {
         const CtaTask& task = reader.task();
         if (task.pushes_over) pushes.reached(params.launch.problem.num_rounds);
         const bool by_rows = task.phase <= kDx;

@@ -28,7 +28,12 @@ __device__ __forceinline__ RowOrigin find_origin(const LaunchParams& launch, con
                          row >= before + (count = table.rows[cursor.expert * comm.num_ranks + rank]); ++rank)
         before += count;
     const uint32_t begin = comm.peer<uint32_t>(rank, comm.at.route_begin)[route_key(launch, cursor.expert)];
-    return {rank, comm.peer<uint32_t>(rank, comm.at.route_list)[begin + row - before]};
+    // A peer that has given up may be writing the plan of another call: what it sends must not become an address.
+    const uint32_t limit = launch.problem.max_entries, index = begin + row - before;
+    const uint32_t entry = index < limit ? comm.peer<uint32_t>(rank, comm.at.route_list)[index] : limit;
+    if (entry < limit) return {rank, entry};
+    raise_fault(launch, kFaultPeerAborted, rank, limit, entry);
+    return {comm.rank, 0};
 }
 
 template <uint32_t kInFlight, uint32_t kRowBytes>

@@ -38,27 +38,35 @@ __device__ __forceinline__ void begin_exchange(const LaunchParams& launch, int32
         shared_map().num_groups = num_groups;
         cutlass::arch::fence_barrier_init();
     }
+    // The peer CTA runs from here on: its shared memory may be written.
+    cute::cluster_arrive();
+    cute::cluster_wait();
     if (threadIdx.x < comm.num_ranks)
         wait_flag(launch, comm.own<uint64_t>(comm.at.ready_flags) + threadIdx.x, threadIdx.x, kFaultReadyFlag);
-    __syncthreads();
     // After a fault the counts may be anything: no rows then.
-    const bool stop = aborted(launch);
-    uint32_t* rows = shared_map().rows;
+    const bool stop = __syncthreads_or(aborted(launch));
+    SharedMap& map = shared_map();
     for (uint32_t i = threadIdx.x; i < num_groups * comm.num_ranks; i += kThreads)
-        rows[i] = stop ? 0 : comm.peer<uint32_t>(i % comm.num_ranks, comm.at.route_count)[route_key(launch, i / comm.num_ranks)];
+        map.rows[i] = stop ? 0 : comm.peer<uint32_t>(i % comm.num_ranks, comm.at.route_count)[route_key(launch, i / comm.num_ranks)];
     __syncthreads();
     if (threadIdx.x == 0) {
         const ExpertRows table = group_rows(comm);
         uint64_t blocks_needed = 0;
         for (uint32_t group = 0; group < num_groups; ++group) blocks_needed += ceil_div(table.total(group), kBlockM);
-        if (blocks_needed > launch.problem.pool_blocks) {
-            // The same on every CTA of this rank: nothing is run, nothing is written out of bounds, and the host raises.
+        const bool overflow = blocks_needed > launch.problem.pool_blocks;
+        if (overflow)
             raise_fault(launch, kFaultPoolOverflow, comm.rank, blocks_needed * kBlockM, static_cast<uint64_t>(launch.problem.pool_blocks) * kBlockM);
-            shared_map().num_groups = 0;
-        }
+        const uint32_t cta = cute::block_rank_in_cluster();
+        for (uint32_t other = 0; other < kClusterSize; ++other) ptx::store_cluster(&map.stops[cta], stop or overflow, other);
     }
     cute::cluster_arrive();
     cute::cluster_wait();
+    // The CTAs of a cluster work together or not at all: they wait for each other's multicasts. Other clusters may decide
+    // otherwise; whatever waits for them ends by the abort flag, and the host raises.
+    if (threadIdx.x == 0)
+        for (uint32_t cta = 0; cta < kClusterSize; ++cta)
+            if (map.stops[cta]) map.num_groups = 0;
+    __syncthreads();
     if (recv_stats != nullptr and blockIdx.x == 0) {
         const ExpertRows table = group_rows(comm);
         for (uint32_t group = threadIdx.x; group < table.num_experts; group += kThreads)
@@ -121,7 +129,9 @@ struct Finisher {
             const uint64_t* flag = comm.own<uint64_t>(comm.at.done_flags) + round * kMaxRanks + lane;
             const uint64_t seen = lane < comm.num_ranks ? ptx::load_acquire_sys(flag) : 0;
             const uint64_t epoch = current_epoch(comm);
-            if (lane < comm.num_ranks and seen == (epoch | kAbortedBit)) raise_fault(launch, kFaultPeerAborted, lane, epoch, seen);
+            // A healthy peer cannot be ahead: it needs this rank's flags. Any other value that is reached is a peer that gave up.
+            if (lane < comm.num_ranks and (seen & ~kAbortedBit) >= epoch and seen != epoch)
+                raise_fault(launch, kFaultPeerAborted, lane, epoch, seen);
             arrived = all_lanes(lane >= comm.num_ranks or (seen & ~kAbortedBit) >= epoch);
             if (not arrived) return false;
             __syncwarp();  // every lane's acquire before any lane's reads of the slots: a vote orders no memory
@@ -134,7 +144,7 @@ struct Finisher {
             arrived = false;
             return true;
         }
-        if (not aborted(launch)) combine_token<kHidden, kWeighted, kUnroll>(launch.comm, problem.num_topk, y, dtopk, token, lane);
+        if (not __any_sync(0xffffffff, aborted(launch))) combine_token<kHidden, kWeighted, kUnroll>(launch.comm, problem.num_topk, y, dtopk, token, lane);
         return true;
     }
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_activations(const LaunchParams& launch, co
     constexpr uint32_t kOutputs = Config::kKeepZ ? 3 : 1;  // activation, gate, up
     TaskReader reader;
     uint32_t uses = 0;
-    for (; reader.next(); reader.done(true)) {
+    for (; reader.next(); reader.done(true, 1u)) {
         const CtaTask& task = reader.task();
         if (task.phase != kForwardL1 or task.rows == 0) continue;
         store_tiles<kActivationColumns / kAtom * kOutputs>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
     const float limit = params.launch.problem.clamp;
     PushAnnouncer pushes{params.launch, warpgroup};
     Stage stage;
-    for (tracer.mark(0); reader.next(); reader.done(lane == 0), tracer.mark(0)) {
+    for (tracer.mark(0); reader.next(); reader.done(lane == 0, 0xffffffff), tracer.mark(0)) {
         const CtaTask& task = reader.task();
         const bool is_l1 = task.phase == kForwardL1;
         const uint32_t depth = is_l1 ? Config::kL1Depth : Config::kL2Depth;

@@ -71,6 +71,7 @@ struct RowOrigin {
 struct Problem {
     uint32_t num_tokens;
     uint32_t num_topk;
+    uint32_t max_entries;     // T * K: entries of a route list
     uint32_t num_local_experts;
     uint32_t pool_blocks;     // capacity of the pools in row blocks
     uint32_t min_wave_tasks;

@@ -27,6 +27,13 @@ __device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t valu
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// To the same place in the shared memory of CTA `cta` of the cluster; a cluster barrier must follow.
+__device__ __forceinline__ void store_cluster(uint32_t* address, uint32_t value, uint32_t cta) {
+    uint32_t to;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(cta));
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
 // To the same place in the shared memory of CTA `cta` of the cluster, completing 4 bytes on its barrier.
 __device__ __forceinline__ void store_async_cluster(uint32_t* address, uint32_t value, uint64_t* barrier, uint32_t cta) {
     uint32_t to, at;

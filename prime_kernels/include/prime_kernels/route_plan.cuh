@@ -29,14 +29,15 @@ struct PlanParams {
     FaultRecord* fault;
 };
 
-// Key of an entry, or num_keys for none. An id outside [0, E) that is not -1 is a fault: reported, then skipped.
+// Key of an entry, or num_keys for none. An id outside [0, E) that is not -1 is a fault: reported by the first launch, then skipped.
 __device__ __forceinline__ uint32_t num_keys(const PlanParams& params) { return params.num_rounds * params.num_experts; }
 
+template <bool kReports>
 __device__ __forceinline__ uint32_t key_of(const PlanParams& params, uint32_t entry) {
     if (entry >= params.num_entries) return num_keys(params);
     const int64_t id = params.topk_idx[entry];
     if (id >= 0 and id < params.num_experts) return entry / params.entries_per_round * params.num_experts + static_cast<uint32_t>(id);
-    if (id != -1 and atomicCAS(&params.fault->reserved, 0u, 1u) == 0u and *reinterpret_cast<volatile uint32_t*>(&params.fault->site) == kFaultNone) {
+    if (kReports and id != -1 and atomicCAS(&params.fault->reserved, 0u, 1u) == 0u and *reinterpret_cast<volatile uint32_t*>(&params.fault->site) == kFaultNone) {
         params.fault->rank = params.rank;
         params.fault->peer = entry;
         params.fault->epoch = *params.epoch;
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads) route_plan_count(cons
     for (uint32_t i = blockIdx.x * kPlanThreads + threadIdx.x; i < params.num_counters; i += gridDim.x * kPlanThreads) params.counters[i] = 0;
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < kEntriesPerCta; i += kPlanThreads) {
-        const uint32_t key = key_of(params, blockIdx.x * kEntriesPerCta + i);
+        const uint32_t key = key_of<true>(params, blockIdx.x * kEntriesPerCta + i);
         if (key < keys) atomicAdd(&counts[key], 1u);  // only the sum matters: no order is decided here
     }
     __syncthreads();
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads) route_plan_place(cons
 
     uint32_t entry_keys[kEntriesPerLane];
     #pragma unroll
-    for (uint32_t i = 0; i < kEntriesPerLane; ++i) entry_keys[i] = key_of(params, first + i * 32 + lane);
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) entry_keys[i] = key_of<false>(params, first + i * 32 + lane);
     for (uint32_t i = threadIdx.x; i < kPlanWarps * keys; i += kPlanThreads) next[i] = 0;
     __syncthreads();
     #pragma unroll

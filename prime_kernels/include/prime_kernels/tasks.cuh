@@ -34,8 +34,9 @@ struct TaskReader {
         return task().phase != kNoMoreTasks;
     }
     __device__ __forceinline__ const CtaTask& task() const { return shared_map().tasks[at.index]; }
-    __device__ __forceinline__ void done(bool elected) {
-        __syncwarp(__activemask());  // the other lanes have read
+    // `lanes`: those that read.
+    __device__ __forceinline__ void done(bool elected, uint32_t lanes) {
+        __syncwarp(lanes);
         if (elected) shared_map().task_empty[at.index].arrive();
         at.advance();
     }

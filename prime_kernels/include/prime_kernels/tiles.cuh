@@ -80,9 +80,10 @@ struct SharedMap {
     Barrier claim_full[kClaimSlots], claim_empty[kClaimSlots];
     uint32_t claims[kClaimSlots];
     uint32_t num_groups;           // groups to work on: 0 after a fault
+    uint32_t stops[kClusterSize];  // whether each CTA of the cluster can't work
     uint32_t reserved;
 };
-constexpr uint32_t kSharedBytes = 232336;  // forward/sm90_bf16.py launches with this many
+constexpr uint32_t kSharedBytes = 232344;  // forward/sm90_bf16.py launches with this many
 static_assert(sizeof(SharedMap) == kSharedBytes, "The host must allocate what the map needs");
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];

@@ -66,7 +66,8 @@ __device__ __forceinline__ void wait_flag(const LaunchParams& launch, const uint
             }
         }
     }
-    if (seen == (epoch | kAbortedBit)) raise_fault(launch, kFaultPeerAborted, peer, epoch, seen);
+    // A healthy peer cannot be ahead: it needs this rank's flags. Any other value is a peer that gave up, then or since.
+    if (seen != epoch) raise_fault(launch, kFaultPeerAborted, peer, epoch, seen);
 }
 
 }  // namespace prime_kernels
