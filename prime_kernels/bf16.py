@@ -58,21 +58,58 @@ def bf16_mega_moe(
         ValueError: a tensor or argument outside its limits.
         RuntimeError: more tokens than the buffer is sized for, a destroyed buffer, a peer that does not come.
     """
-    buffer = sym_buffer
+    _forward(
+        y, l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
+        cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math, l1_natural_layout,
+    )  # fmt: skip
+
+
+def forward_keeping_z(
+    y: Tensor, l1_weights: Tensor, l2_weights: Tensor, sym_buffer: SymmBuffer,
+    shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None, activation_clamp: float | None,
+    rows: int | None,
+) -> Tensor:  # fmt: skip
+    """:func:`bf16_mega_moe` that also returns z, gate and up of the rows that the routed experts received.
+
+    Args:
+        rows: of z. None: as many as this rank received, which only the reference backend does. Else the
+            buffer's ``pool_rows``; the reference zeroes those that it has no use for.
+
+    Returns:
+        z [rows, 2I] in the buffer's data type, for :func:`backward_from_z`. Where rounding would carry a
+        value across the clamp, it is the neighbour on the right side.
+    """
+    z = _forward(
+        y, l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
+        activation_clamp=activation_clamp, keep_z=True, z_rows=rows,
+    )  # fmt: skip
+    assert z is not None
+    return z
+
+
+def _forward(
+    y: Tensor, l1_weights: Tensor, l2_weights: Tensor, buffer: SymmBuffer,
+    shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None, stats: Tensor | None = None,
+    activation: str = "swiglu", activation_clamp: float | None = None, fast_math: bool = True,
+    l1_natural_layout: bool = True, keep_z: bool = False, z_rows: int | None = None,
+) -> Tensor | None:  # fmt: skip
     validation.check_buffer(buffer)
     _check_call(buffer, l1_weights, l2_weights, activation, activation_clamp)
     shared_inter = validation.check_shared_weights(shared_l1_weights, shared_l2_weights, buffer)
     _check_layouts(buffer, shared_inter, l1_natural_layout=l1_natural_layout)
     num_tokens = validation.check_rows("y", y, buffer)
-    validation.check_stats(cumulative_local_expert_recv_stats, buffer)
+    validation.check_stats(stats, buffer)
+    if z_rows not in (None, buffer.pool_rows):
+        raise ValueError(f"z is to have {z_rows} rows, this buffer takes {buffer.pool_rows} rows; pass that")
     if buffer.backend != "reference":
+        z = _empty_z(buffer, buffer.pool_rows) if keep_z else None
         _kernel(buffer, _FORWARD).forward(
             y=y, l1_weights=l1_weights, l2_weights=l2_weights, sym_buffer=buffer,
             shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
-            cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
-            activation_clamp=activation_clamp, fast_math=fast_math, l1_natural_layout=l1_natural_layout,
+            cumulative_local_expert_recv_stats=stats, activation_clamp=activation_clamp,
+            fast_math=fast_math, l1_natural_layout=l1_natural_layout, z=z,
         )  # fmt: skip
-        return
+        return z
     with torch.no_grad():
         x, topk_idx, topk_weights, plan, transport = _staged(buffer, num_tokens)
         experts, shared = _experts(
@@ -84,11 +121,15 @@ def bf16_mega_moe(
             activation_clamp,
             l1_natural_layout,
         )
-        y.copy_(reference.run_forward(x, topk_idx, topk_weights, plan, transport, experts, shared))
-        if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += torch.tensor(
-                transport.local_counts(), dtype=torch.int32, device=y.device
-            )
+        z = None
+        if keep_z:
+            received = sum(transport.local_counts())
+            z = _empty_z(buffer, received if z_rows is None else z_rows)
+            z[received:].zero_()
+        y.copy_(reference.run_forward(x, topk_idx, topk_weights, plan, transport, experts, shared, z))
+        if stats is not None:
+            stats += torch.tensor(transport.local_counts(), dtype=torch.int32, device=y.device)
+    return z
 
 
 def bf16_mega_moe_backward(
@@ -136,7 +177,44 @@ def bf16_mega_moe_backward(
         ValueError: a tensor or argument outside its limits; ``accumulate`` with bf16 dW.
         RuntimeError: more tokens than the buffer is sized for, a destroyed buffer, a peer that does not come.
     """
-    buffer = sym_buffer
+    _backward(
+        dx, dw1, dw2, dtopk, dy, l1_weights, l2_weights, sym_buffer,
+        shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights,
+        activation, activation_clamp, fast_math, dw_natural_layout, l1_natural_layout, accumulate,
+    )  # fmt: skip
+
+
+def backward_from_z(
+    dx: Tensor, dw1: Tensor | None, dw2: Tensor | None, dtopk: Tensor, dy: Tensor,
+    l1_weights: Tensor, l2_weights: Tensor, sym_buffer: SymmBuffer,
+    shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None,
+    shared_dw1_weights: Tensor | None, shared_dw2_weights: Tensor | None,
+    activation_clamp: float | None, accumulate: bool, z: Tensor,
+) -> None:  # fmt: skip
+    """:func:`bf16_mega_moe_backward` with the ``z`` of :func:`forward_keeping_z` instead of a gate/up GEMM.
+
+    The same x and routing as for that forward have to be staged, on all ranks. The shared expert, for which
+    nothing is kept, recomputes its own gate and up.
+
+    Raises:
+        ValueError: also a ``z`` that the forward of this buffer and routing can't have kept.
+    """
+    _backward(
+        dx, dw1, dw2, dtopk, dy, l1_weights, l2_weights, sym_buffer,
+        shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights,
+        activation_clamp=activation_clamp, accumulate=accumulate, z=z,
+    )  # fmt: skip
+
+
+def _backward(
+    dx: Tensor, dw1: Tensor | None, dw2: Tensor | None, dtopk: Tensor, dy: Tensor,
+    l1_weights: Tensor, l2_weights: Tensor, buffer: SymmBuffer,
+    shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None,
+    shared_dw1_weights: Tensor | None, shared_dw2_weights: Tensor | None,
+    activation: str = "swiglu", activation_clamp: float | None = None, fast_math: bool = True,
+    dw_natural_layout: bool = True, l1_natural_layout: bool = True, accumulate: bool = False,
+    z: Tensor | None = None,
+) -> None:  # fmt: skip
     validation.check_buffer(buffer)
     _check_call(buffer, l1_weights, l2_weights, activation, activation_clamp)
     shared_inter = validation.check_shared_weights(shared_l1_weights, shared_l2_weights, buffer)
@@ -150,12 +228,14 @@ def bf16_mega_moe_backward(
         shared_dw1_weights, shared_dw2_weights, shared_inter, buffer, accumulate
     )
     if buffer.backend != "reference":
+        if z is not None:
+            validation.check_kept_z(z, buffer.pool_rows, buffer)
         _kernel(buffer, _BACKWARD).backward(
             dx=dx, dw1=dw1, dw2=dw2, dtopk=dtopk, dy=dy, l1_weights=l1_weights, l2_weights=l2_weights,
             sym_buffer=buffer, shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
             shared_dw1_weights=shared_dw1_weights, shared_dw2_weights=shared_dw2_weights,
             activation_clamp=activation_clamp, fast_math=fast_math, dw_natural_layout=dw_natural_layout,
-            l1_natural_layout=l1_natural_layout, accumulate=accumulate,
+            l1_natural_layout=l1_natural_layout, accumulate=accumulate, z=z,
         )  # fmt: skip
         return
     with torch.no_grad():
@@ -169,13 +249,15 @@ def bf16_mega_moe_backward(
             activation_clamp,
             l1_natural_layout,
         )
+        if z is not None:
+            validation.check_kept_z(z, sum(transport.local_counts()), buffer)
         shared_dw1 = None if shared_dw1_weights is None else shared_dw1_weights.unsqueeze(0)
         shared_dw2 = None if shared_dw2_weights is None else shared_dw2_weights.unsqueeze(0)
         interleaved = not dw_natural_layout
         dx_result, dtopk_result = reference.run_backward(
             dy, x, topk_idx, topk_weights, plan, transport, experts,
             WeightGrad(dw1, accumulate, interleaved), WeightGrad(dw2, accumulate), shared,
-            WeightGrad(shared_dw1, accumulate, interleaved), WeightGrad(shared_dw2, accumulate),
+            WeightGrad(shared_dw1, accumulate, interleaved), WeightGrad(shared_dw2, accumulate), z,
         )  # fmt: skip
         dx.copy_(dx_result)
         dtopk.copy_(dtopk_result)
@@ -233,6 +315,10 @@ def _check_layouts(buffer: SymmBuffer, shared_inter: int | None, **natural_layou
             validation.check_interleaved(buffer.intermediate_hidden, argument)
             if shared_inter is not None:
                 validation.check_interleaved(shared_inter, argument)
+
+
+def _empty_z(buffer: SymmBuffer, rows: int) -> Tensor:
+    return torch.empty(rows, 2 * buffer.intermediate_hidden, dtype=buffer.x.dtype, device=buffer.x.device)
 
 
 def _staged(buffer: SymmBuffer, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, RoutePlan, Transport]:

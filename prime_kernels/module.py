@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import ep, runtime
 from .op import mega_moe
 from .symm import SymmBuffer, get_symm_buffer_for_mega_moe
-from .validation import DATA_DTYPES
+from .validation import DATA_DTYPES, check_keep
 
 _MMA_TYPE_OF_DTYPE = {dtype: mma_type for mma_type, dtype in DATA_DTYPES.items()}
 
@@ -84,11 +84,12 @@ class MegaMoE(nn.Module):
         num_shared_experts: shared experts, which every token passes with weight 1.
         precision: see :func:`~.op.mega_moe`.
         activation_clamp: c of the clamped SwiGLU, None for plain SwiGLU.
+        keep: what the forward keeps for the backward, None or "z", see :func:`~.op.mega_moe`.
         device, dtype: of the parameters; bf16 for the kernels.
 
     Raises:
         ValueError: E not divisible by the group's ranks, a buffer of another shape, neither a buffer nor
-            max_tokens_per_rank.
+            max_tokens_per_rank, an unknown ``keep``.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class MegaMoE(nn.Module):
         num_shared_experts: int = 0,
         precision: str = "bf16",
         activation_clamp: float | None = None,
+        keep: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -127,6 +129,8 @@ class MegaMoE(nn.Module):
         self.max_tokens_per_rank = max_tokens_per_rank
         self.precision = precision
         self.activation_clamp = activation_clamp
+        check_keep(keep)
+        self.keep = keep
         if buffer is not None:
             self._check_shape(buffer)
         self._placement = _Placement(group, buffer)
@@ -265,6 +269,7 @@ class MegaMoE(nn.Module):
             precision=self.precision,
             activation_clamp=self.activation_clamp,
             shared=shared,
+            keep=self.keep,
         )
         return y.reshape(x.shape)
 
@@ -278,6 +283,8 @@ class MegaMoE(nn.Module):
             parts.append(f"num_shared_experts={self.num_shared_experts}")
         if self.activation_clamp is not None:
             parts.append(f"activation_clamp={self.activation_clamp}")
+        if self.keep is not None:
+            parts.append(f"keep={self.keep!r}")
         return ", ".join(parts)
 
     def _check_shape(self, buffer: SymmBuffer) -> None:

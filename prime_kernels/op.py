@@ -1,10 +1,11 @@
-"""The trainable operator: :func:`mega_moe`, two custom ops and the autograd formula that ties them together.
+"""The trainable operator: :func:`mega_moe`, its custom ops and the autograd formula that ties them together.
 
-The ops are ``<package>::mega_moe`` and ``<package>::mega_moe_backward``, where ``<package>`` is the name this
+The ops are ``<package>::mega_moe``, ``<package>::mega_moe_keep_z`` (the same forward, which also returns gate
+and up for the backward) and ``<package>::mega_moe_backward``, where ``<package>`` is the name this
 package was imported under, so that two copies of it live in one process. They take the buffer as its int
 handle: to torch they are functions of tensors, with fakes, so ``torch.compile(fullgraph=True)``, activation
 checkpointing and FSDP2 treat them like any matmul. Nothing is kept in the buffer between them: the backward
-op stages x and its routing again.
+op stages x and its routing again, and z is a tensor of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .bf16 import bf16_mega_moe, bf16_mega_moe_backward
+from .bf16 import backward_from_z, bf16_mega_moe, bf16_mega_moe_backward, forward_keeping_z
 from .symm import SymmBuffer, lookup_buffer
-from .validation import DATA_DTYPES, wide_dtype
+from .validation import DATA_DTYPES, check_keep, wide_dtype
 
 NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
 
 PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
 
-# Position of the first weight among the forward op's arguments, and the weights from there on.
+# Position of the first weight among the forward ops' arguments; the weights from there on, then as many
+# main_grad tensors, then the buffer's handle and the clamp.
 _FIRST_WEIGHT = 3
 _WEIGHT_NAMES = ("gate_up", "down", "shared_gate_up", "shared_down")
+_FIRST_MAIN_GRAD = _FIRST_WEIGHT + len(_WEIGHT_NAMES)
+_FIRST_SETTING = _FIRST_MAIN_GRAD + len(_WEIGHT_NAMES)
 
 _INPUTS = (
     "Tensor x, Tensor topk_idx, Tensor topk_weights, "
@@ -38,13 +42,18 @@ _SETTINGS = "SymInt buffer, float? activation_clamp"
 # The forward op takes the main_grad tensors only to hand them to the backward op, which adds to them.
 # It writes nothing to `effect`: compilers drop a call that writes nothing and whose results nobody reads. So
 # they see a rank without tokens, which would then never reach its peers.
-_FORWARD_SCHEMA = (
-    f"({_INPUTS}Tensor? main_gate_up, Tensor? main_down, "
-    f"Tensor? main_shared_gate_up, Tensor? main_shared_down, {_SETTINGS}, Tensor(a!) effect) -> Tensor"
+_FORWARD_INPUTS = (
+    f"{_INPUTS}Tensor? main_gate_up, Tensor? main_down, "
+    f"Tensor? main_shared_gate_up, Tensor? main_shared_down, {_SETTINGS}, Tensor(a!) effect"
 )
+_FORWARD_SCHEMA = f"({_FORWARD_INPUTS}) -> Tensor"
+# An op of its own: the one without z stays free of a second output, and a checkpointing policy, which decides
+# by op, decides for y and z together.
+_FORWARD_KEEP_Z_SCHEMA = f"({_FORWARD_INPUTS}, SymInt? z_rows) -> (Tensor y, Tensor z)"
 _BACKWARD_SCHEMA = (
     f"(Tensor dy, {_INPUTS}Tensor(a!)? main_gate_up, Tensor(b!)? main_down, "
-    f"Tensor(c!)? main_shared_gate_up, Tensor(d!)? main_shared_down, {_SETTINGS}, bool[] weight_grads) "
+    f"Tensor(c!)? main_shared_gate_up, Tensor(d!)? main_shared_down, {_SETTINGS}, bool[] weight_grads, "
+    "Tensor? z=None) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -53,10 +62,13 @@ _BACKWARD_SCHEMA = (
 # main_grad through autograd, so the ops are defined without that count.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define(f"mega_moe{_FORWARD_SCHEMA}")
+_library.define(f"mega_moe_keep_z{_FORWARD_KEEP_Z_SCHEMA}")
 _library.define(f"mega_moe_backward{_BACKWARD_SCHEMA}")
 
-#: The ops, for selective activation checkpointing: saving ``forward_op``'s y spares running it again.
+#: The ops, for selective activation checkpointing: saving what a forward op returns (y, or y and z) spares
+#: running it again. ``forward_keep_z_op`` is the one that runs with ``keep="z"``.
 forward_op = getattr(torch.ops, NAMESPACE).mega_moe.default
+forward_keep_z_op = getattr(torch.ops, NAMESPACE).mega_moe_keep_z.default
 backward_op = getattr(torch.ops, NAMESPACE).mega_moe_backward.default
 
 
@@ -71,6 +83,7 @@ def mega_moe(
     precision: str = "bf16",
     activation_clamp: float | None = None,
     shared: tuple[Tensor, Tensor] | None = None,
+    keep: str | None = None,
 ) -> Tensor:
     """Dispatch, experts and combine of a mixture-of-experts layer over the buffer's group, differentiable.
 
@@ -85,10 +98,20 @@ def mega_moe(
     Collective over the group: every rank calls it (and its backward), also a rank with n = 0 tokens, and all
     ranks in the same order.
 
-    Eager activation checkpointing runs it again in the backward, or keeps y alone where the policy saves
-    :data:`forward_op`. ``torch.compile`` keeps y whatever the policy says: its decision would depend on n,
-    which differs between ranks. Its backend ``aot_eager``, unlike inductor, refuses two forwards before the
-    first backward of one weight with ``main_grad``.
+    With ``keep="z"`` the forward also writes z, gate and up of every row this rank receives for its routed
+    experts; autograd saves it, and the backward skips one of its GEMMs: memory until the backward for time.
+    z is [C, 2I] in the dtype of x. With the SM90 kernels C is the capacity of the pools,
+    ``buffer.pool_rows``: by default room for any routing, R T K rows over R ranks; with
+    ``set_pool_capacity_factor(f)``, for buffers built from then on, about f T K rows, and a call that needs
+    more is refused. The reference backend keeps the rows received and no more, inside ``torch.compile`` R T K
+    rows. Without grad mode nothing is kept.
+
+    Eager activation checkpointing runs the forward again in the backward, and with ``keep="z"`` z lives from
+    there on. Selective checkpointing keeps y alone where the policy saves :data:`forward_op`; with
+    ``keep="z"`` the op is :data:`forward_keep_z_op`, and y and z are kept. ``torch.compile`` keeps y, and z,
+    whatever the policy says: its decision would depend on n, which differs between ranks. Its backend
+    ``aot_eager``, unlike inductor, refuses two forwards before the first backward of one weight with
+    ``main_grad``.
 
     Inside ``torch.autocast`` x and the weights are cast to the autocast dtype, as for a matmul, and
     ``topk_weights`` to fp32; ``main_grad`` is that of the weight before the cast. Outside nothing is cast.
@@ -104,17 +127,21 @@ def mega_moe(
         activation_clamp: c, or None for plain SwiGLU.
         shared: (shared_gate_up [2Is, H], shared_down [H, Is]) of the shared expert, added with weight 1.
             Their gradients are those of this rank's tokens.
+        keep: None, the backward recomputes gate and up from x; or "z", the forward keeps them. Equal on all
+            ranks. The shared expert's are always recomputed.
 
     Returns:
         y: [n, H] in the dtype of x. With an "f64xf64" (or "f32xf32") buffer, which only the reference backend
         runs, fp64 (fp32) takes the place of bf16, and fp64 that of fp32.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; unknown precision; an unfit ``main_grad``.
+        ValueError: wrong dtype, shape, device or stride; unknown precision or ``keep``; an unfit
+            ``main_grad``.
         RuntimeError: more tokens than the buffer holds; a precision without a kernel; a dead buffer; in the
             backward, ``create_graph=True``.
     """
     _check_precision(precision, buffer.mma_type)
+    check_keep(keep)
     shared_gate_up, shared_down = (None, None) if shared is None else shared
     weights: list[Tensor | None] = [gate_up, down, shared_gate_up, shared_down]
     wide = wide_dtype(buffer.mma_type)
@@ -126,8 +153,24 @@ def mega_moe(
         topk_weights = _autocast(topk_weights, torch.float32)
         weights = [None if weight is None else _autocast(weight, dtype) for weight in weights]
     effect = torch.empty(1, dtype=torch.uint8, device=x.device)
-    settings = (buffer.handle, activation_clamp, effect)
-    return forward_op(x, topk_idx, topk_weights, *weights, *main_grads, *settings)
+    inputs = (x, topk_idx, topk_weights, *weights, *main_grads, buffer.handle, activation_clamp, effect)
+    # By grad mode, not by what requires grad: ranks have to agree, and the second may differ between them.
+    if keep is None or not torch.is_grad_enabled():
+        return forward_op(*inputs)
+    y, _ = forward_keep_z_op(*inputs, _z_rows(buffer))
+    return y
+
+
+def _z_rows(buffer: SymmBuffer) -> int | None:
+    """Rows of z, or None for those received, which nothing knows before the call.
+
+    To a compiler the latter is a size that data decides ("unbacked"). torch.compile breaks the graph there
+    unless told otherwise (``capture_dynamic_output_shape_ops``), so it is given a bound instead, a constant
+    of the buffer.
+    """
+    if buffer.backend == "reference" and not torch.compiler.is_compiling():
+        return None
+    return buffer.pool_rows
 
 
 def _check_precision(precision: str, mma_type: str) -> None:
@@ -219,9 +262,32 @@ def _forward(
     return y
 
 
+@torch.library.impl(_library, "mega_moe_keep_z", "CompositeExplicitAutograd")
+def _forward_keep_z(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+    gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
+    main_gate_up: Tensor | None, main_down: Tensor | None,
+    main_shared_gate_up: Tensor | None, main_shared_down: Tensor | None,
+    buffer: int, activation_clamp: float | None, effect: Tensor, z_rows: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    symm = lookup_buffer(buffer)
+    with torch.autocast(x.device.type, enabled=False):
+        _stage(symm, x, topk_idx, topk_weights)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        z = forward_keeping_z(y, gate_up, down, symm, shared_gate_up, shared_down, activation_clamp, z_rows)
+    return y, z
+
+
 @torch.library.register_fake(f"{NAMESPACE}::mega_moe", lib=_library)
 def _forward_fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::mega_moe_keep_z", lib=_library)
+def _forward_keep_z_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    gate_up, z_rows = rest[_FIRST_WEIGHT - 1], rest[-1]
+    rows = torch.library.get_ctx().new_dynamic_size() if z_rows is None else z_rows
+    return _forward_fake(x), torch.empty(rows, gate_up.shape[1], dtype=x.dtype, device=x.device)
 
 
 @torch.library.impl(_library, "mega_moe_backward", "CompositeExplicitAutograd")
@@ -230,7 +296,7 @@ def _backward(
     gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
     main_gate_up: Tensor | None, main_down: Tensor | None,
     main_shared_gate_up: Tensor | None, main_shared_down: Tensor | None,
-    buffer: int, activation_clamp: float | None, weight_grads: list[bool],
+    buffer: int, activation_clamp: float | None, weight_grads: list[bool], z: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dx, dtopk and the weights' gradients; empty for each one not asked for or added to main_grad."""
     symm = lookup_buffer(buffer)
@@ -247,12 +313,16 @@ def _backward(
         _stage(symm, x, topk_idx, topk_weights)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtopk = torch.empty(topk_weights.shape, dtype=topk_weights.dtype, device=x.device)
-        bf16_mega_moe_backward(
-            dx, outputs[0], outputs[1], dtopk, dy.contiguous(), gate_up, down, symm,
-            shared_l1_weights=shared_gate_up, shared_l2_weights=shared_down,
-            shared_dw1_weights=outputs[2], shared_dw2_weights=outputs[3],
-            activation_clamp=activation_clamp, accumulate=accumulate,
-        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "shared_l1_weights": shared_gate_up, "shared_l2_weights": shared_down,
+            "shared_dw1_weights": outputs[2], "shared_dw2_weights": outputs[3],
+            "activation_clamp": activation_clamp, "accumulate": accumulate,
+        }  # fmt: skip
+        results = (dx, outputs[0], outputs[1], dtopk)
+        if z is None:
+            bf16_mega_moe_backward(*results, dy.contiguous(), gate_up, down, symm, **arguments)
+        else:
+            backward_from_z(*results, dy.contiguous(), gate_up, down, symm, **arguments, z=z)
     returned = [
         x.new_empty(0) if weight is None or output is None or main is not None else output.to(weight.dtype)
         for weight, output, main in zip(weights, outputs, main_grads, strict=True)
@@ -273,7 +343,7 @@ def _backward_fake(
     dy: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     count = len(_WEIGHT_NAMES)
-    weights, main_grads, weight_grads = rest[:count], rest[count : 2 * count], rest[-1]
+    weights, main_grads, (_, _, weight_grads, *_) = rest[:count], rest[count : 2 * count], rest[2 * count :]
     returned = [
         torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         if weight is not None and needed and main is None
@@ -285,59 +355,100 @@ def _backward_fake(
     return dx, dtopk, *returned
 
 
-class _MegaMoE(torch.autograd.Function):
-    """The autograd formula of the forward op.
+def _call(operator: Any, inputs: tuple[Any, ...]) -> Any:
+    """A forward op below autograd; what is traced of it is marked to be kept."""
+    mode = get_proxy_mode()
+    nodes = None if mode is None else mode.tracer.graph.nodes
+    traced_before = 0 if nodes is None else len(nodes)
+    with torch._C._AutoDispatchBelowAutograd():
+        outputs = operator(*inputs)
+    if nodes is not None:
+        # A compiler decides by sizes whether a checkpointed forward runs again in the backward or is
+        # kept. With unequal n ranks would decide differently, and one would wait for the other for ever.
+        for node in itertools.islice(reversed(nodes), len(nodes) - traced_before):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return outputs
 
-    ``torch.library.register_autograd`` would make the same of these functions, but refuses an op that writes.
-    """
+
+def _save(ctx: Any, inputs: tuple[Any, ...], *kept: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:_FIRST_MAIN_GRAD], *kept)
+    # Attributes, not saved tensors: an earlier backward may have added to main_grad since.
+    ctx.main_grads = inputs[_FIRST_MAIN_GRAD:_FIRST_SETTING]
+    ctx.handle, ctx.activation_clamp = inputs[_FIRST_SETTING : _FIRST_SETTING + 2]
+    # Holds the buffer until the backward has run. While torch.compile traces, its owner does.
+    ctx.buffer = lookup_buffer(ctx.handle) if isinstance(ctx.handle, int) else None
+
+
+def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Those of the forward op's arguments; ``dy`` None is zero."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "mega_moe has no second derivative, and a backward with create_graph=True asks for one; "
+            "use create_graph=False"
+        )
+    needed = ctx.needs_input_grad
+    weight_grads = [bool(wanted) for wanted in needed[_FIRST_WEIGHT:_FIRST_MAIN_GRAD]]
+    saved = ctx.saved_tensors  # once: under checkpointing a second look fails
+    inputs, kept = saved[:_FIRST_MAIN_GRAD], saved[_FIRST_MAIN_GRAD:]
+    if dy is None:  # not skipped: the peers' backwards wait for this one
+        dy = torch.zeros_like(inputs[0])
+    dx, dtopk, *dweights = backward_op(
+        dy, *inputs, *ctx.main_grads, ctx.handle, ctx.activation_clamp, weight_grads, *kept
+    )
+    returned = [
+        gradient if wanted and main is None else None
+        for gradient, wanted, main in zip(dweights, weight_grads, ctx.main_grads, strict=True)
+    ]
+    no_gradient = (None,) * (len(needed) - _FIRST_MAIN_GRAD)
+    return (dx if needed[0] else None, None, dtopk if needed[2] else None, *returned, *no_gradient)
+
+
+# torch.library.register_autograd would make the same of these, but refuses an op that writes.
+
+
+class _MegaMoE(torch.autograd.Function):
+    """The autograd formula of the forward op."""
 
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
-        mode = get_proxy_mode()
-        nodes = None if mode is None else mode.tracer.graph.nodes
-        traced_before = 0 if nodes is None else len(nodes)
-        with torch._C._AutoDispatchBelowAutograd():
-            y = forward_op(*inputs)
-        if nodes is not None:
-            # A compiler decides by sizes whether a checkpointed forward runs again in the backward or is
-            # kept. With unequal n ranks would decide differently, and one would wait for the other for ever.
-            for node in itertools.islice(reversed(nodes), len(nodes) - traced_before):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return y
+        return _call(forward_op, inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        last_weight = _FIRST_WEIGHT + len(_WEIGHT_NAMES)
-        *main_grads, handle, activation_clamp, _ = inputs[last_weight:]
-        ctx.save_for_backward(*inputs[:last_weight])
-        # Attributes, not saved tensors: an earlier backward may have added to main_grad since.
-        ctx.main_grads = main_grads
-        ctx.handle = handle
-        ctx.activation_clamp = activation_clamp
-        # Holds the buffer until the backward has run. While torch.compile traces, its owner does.
-        ctx.buffer = lookup_buffer(handle) if isinstance(handle, int) else None
+        _save(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "mega_moe has no second derivative, and a backward with create_graph=True asks for one; "
-                "use create_graph=False"
-            )
-        needed = ctx.needs_input_grad
-        weight_grads = [bool(needed[_FIRST_WEIGHT + index]) for index in range(len(_WEIGHT_NAMES))]
-        dx, dtopk, *dweights = backward_op(
-            dy, *ctx.saved_tensors, *ctx.main_grads, ctx.handle, ctx.activation_clamp, weight_grads
-        )
-        returned = [
-            gradient if wanted and main is None else None
-            for gradient, wanted, main in zip(dweights, weight_grads, ctx.main_grads, strict=True)
-        ]
-        no_gradient = (None,) * (len(needed) - _FIRST_WEIGHT - len(_WEIGHT_NAMES))
-        return (dx if needed[0] else None, None, dtopk if needed[2] else None, *returned, *no_gradient)
+        return _gradients(ctx, dy)
+
+
+class _MegaMoEKeepZ(torch.autograd.Function):
+    """The autograd formula of the forward op that also returns z, which takes no gradient."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return _call(forward_keep_z_op, inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, z = output
+        ctx.mark_non_differentiable(z)
+        # Autograd would fill a tensor of z's size with zeros to stand for its gradient.
+        ctx.set_materialize_grads(False)
+        _save(ctx, inputs, z)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dy)
 
 
 @torch.library.impl(_library, "mega_moe", "Autograd")
 def _forward_autograd(*inputs: Any) -> Tensor:
     apply = _MegaMoE.apply if torch.is_grad_enabled() else _MegaMoE.forward
+    return apply(*inputs)
+
+
+@torch.library.impl(_library, "mega_moe_keep_z", "Autograd")
+def _forward_keep_z_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    apply = _MegaMoEKeepZ.apply if torch.is_grad_enabled() else _MegaMoEKeepZ.forward
     return apply(*inputs)

@@ -160,6 +160,32 @@ def swiglu_backward(
     return torch.cat([dgate, dup], dim=-1)
 
 
+def kept_gate_up(exact: Tensor, rounded: Tensor, clamp: float | None, dtype: torch.dtype) -> Tensor:
+    """[g | u] as a forward keeps it for its backward, which has no ``exact`` to tell where the clamp binds.
+
+    Args:
+        exact, rounded: [..., 2I] before and after the forward rounds them.
+        clamp: c, or None.
+        dtype: of the result.
+
+    Returns:
+        ``rounded`` in ``dtype``, or its neighbour where rounding went across c: on the result the clamp binds
+        for the same elements as on ``exact``.
+    """
+    stored = rounded.to(dtype)
+    if clamp is None:
+        return stored
+
+    def binds(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.cat([gate, up.abs()], dim=-1) > clamp
+
+    outside = binds(exact)
+    away = torch.copysign(torch.full_like(stored, torch.inf), stored)
+    neighbour = torch.nextafter(stored, torch.where(outside, away, torch.zeros_like(stored)))
+    return torch.where(binds(stored.to(exact.dtype)) == outside, stored, neighbour)
+
+
 @dataclass(frozen=True)
 class Experts:
     """The weights one rank holds, and how to compute with them.
@@ -185,8 +211,11 @@ class Experts:
             gate_up = deinterleave_gate_up(gate_up)
         return self.rounding.gate_up_weight(gate_up), self.rounding.down_weight(down)
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Output rows [rows, H] of the pool ``x`` [rows, H], whose expert e owns ``counts[e]`` rows."""
+    def forward(self, x: Tensor, counts: list[int], kept: Tensor | None = None) -> Tensor:
+        """Output rows [rows, H] of the pool ``x`` [rows, H], whose expert e owns ``counts[e]`` rows.
+
+        ``kept`` [rows, 2I] takes gate and up for :meth:`backward`, see :func:`kept_gate_up`.
+        """
         rounding = self.rounding
         out = torch.empty_like(x)
         start = 0
@@ -196,14 +225,17 @@ class Experts:
             if count == 0:
                 continue
             gate_up, down = self.weights(expert, x.dtype)
-            z = rounding.gate_up(x[rows] @ gate_up.T)
+            exact_z = x[rows] @ gate_up.T
+            z = rounding.gate_up(exact_z)
+            if kept is not None:
+                kept[rows] = kept_gate_up(exact_z, z, self.clamp, kept.dtype)
             act = rounding.act(swiglu(z, self.clamp))
             out[rows] = rounding.out_row(act @ down.T)
         return out
 
     def backward(
         self, x: Tensor, dy: Tensor, row_weights: Tensor, counts: list[int],
-        dgate_up: WeightGrad, ddown: WeightGrad,
+        dgate_up: WeightGrad, ddown: WeightGrad, kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Backward of :meth:`forward`, with the top-k weights inside.
 
@@ -212,6 +244,7 @@ class Experts:
             row_weights: [rows] top-k weight of each row.
             counts: rows of each expert.
             dgate_up, ddown: where the weight gradients go.
+            kept: [rows, 2I], what the forward kept; None: recomputed.
 
         Returns:
             dx rows [rows, H] and dtopk rows [rows].
@@ -227,8 +260,11 @@ class Experts:
                 ddown.store(expert, None)
                 continue
             gate_up, down = self.weights(expert, x.dtype)
-            exact_z = x[rows] @ gate_up.T
-            z = rounding.gate_up(exact_z)
+            if kept is None:
+                exact_z = x[rows] @ gate_up.T
+                z = rounding.gate_up(exact_z)
+            else:
+                exact_z = z = kept[rows].to(x.dtype)
             act = swiglu(z, self.clamp)  # never an operand of its own here, so nothing rounds it
             dact = rounding.dact(dy[rows] @ down)
             weight = row_weights[rows, None]
@@ -254,13 +290,16 @@ def _sum_slots(rows: Tensor, plan: RoutePlan, shape: torch.Size, weights: Tensor
 
 def run_forward(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, plan: RoutePlan,
-    transport: Transport, experts: Experts, shared: Experts | None,
+    transport: Transport, experts: Experts, shared: Experts | None, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Forward of one rank over any transport. Returns y [n, H] in the compute dtype."""
+    """Forward of one rank over any transport. Returns y [n, H] in the compute dtype.
+
+    ``kept`` [rows, 2I], with at least this rank's pool rows, takes gate and up of the routed experts.
+    """
     dtype = compute_dtype(x.dtype)
     rounding = experts.rounding
     pool = rounding.x(transport.dispatch(x[plan.token], "dispatch").to(dtype))
-    out = transport.combine(experts.forward(pool, transport.local_counts()), "combine")
+    out = transport.combine(experts.forward(pool, transport.local_counts(), kept), "combine")
     # A masked slot's weight may be Inf or NaN: it must not meet the zero row of that slot.
     weights = topk_weights.to(dtype).masked_fill(topk_idx == NO_EXPERT, 0)
     y = _sum_slots(out, plan, topk_idx.shape, weights)
@@ -273,8 +312,12 @@ def run_backward(
     dy: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, plan: RoutePlan,
     transport: Transport, experts: Experts, dgate_up: WeightGrad, ddown: WeightGrad,
     shared: Experts | None, dshared_gate_up: WeightGrad, dshared_down: WeightGrad,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Backward of one rank over any transport. Returns dx [n, H] and dtopk [n, K] in the compute dtype."""
+    """Backward of one rank over any transport. Returns dx [n, H] and dtopk [n, K] in the compute dtype.
+
+    ``kept`` is what :func:`run_forward` of the same routing filled; None: gate and up are recomputed.
+    """
     dtype = compute_dtype(x.dtype)
     rounding = experts.rounding
     pool_x = rounding.x(transport.dispatch(x[plan.token], "dispatch x").to(dtype))
@@ -282,7 +325,7 @@ def run_backward(
     row_weights = topk_weights[plan.token, plan.slot].to(dtype)
     pool_weights = transport.dispatch(row_weights[:, None], "dispatch weights")[:, 0]
     dx_rows, dtopk_rows = experts.backward(
-        pool_x, pool_dy, pool_weights, transport.local_counts(), dgate_up, ddown
+        pool_x, pool_dy, pool_weights, transport.local_counts(), dgate_up, ddown, kept
     )
     dx_rows = transport.combine(dx_rows, "combine dx")
     dtopk_rows = transport.combine(dtopk_rows[:, None], "combine dtopk")[:, 0]

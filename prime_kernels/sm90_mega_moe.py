@@ -23,15 +23,18 @@ def forward(
     *, y: Tensor, l1_weights: Tensor, l2_weights: Tensor, sym_buffer: SymmBuffer,
     shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None,
     cumulative_local_expert_recv_stats: Tensor | None, activation_clamp: float | None,
-    fast_math: bool, l1_natural_layout: bool,
+    fast_math: bool, l1_natural_layout: bool, z: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """:func:`.bf16.bf16_mega_moe` with checked arguments. ``fast_math`` makes no difference, see there."""
+    """:func:`.bf16.bf16_mega_moe` with checked arguments. ``fast_math`` makes no difference, see there.
+
+    ``z``: bf16 [C, 2I] that takes gate and up of the routed experts, or None.
+    """
     rank, memory = _state(sym_buffer)
     memory.begin_call(rank)
     l1 = _natural_weights(memory, l1_weights, l1_natural_layout)
     check_tma_access("l2_weights", l2_weights)
     target = _packed(y)
-    rank.forward(target, l1, l2_weights, activation_clamp, cumulative_local_expert_recv_stats)
+    rank.forward(target, l1, l2_weights, activation_clamp, cumulative_local_expert_recv_stats, z)
     if shared_l1_weights is not None and shared_l2_weights is not None and y.shape[0]:
         x = sym_buffer.x[: y.shape[0]]
         shared_expert.add_forward(
@@ -48,8 +51,12 @@ def backward(
     shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None,
     shared_dw1_weights: Tensor | None, shared_dw2_weights: Tensor | None, activation_clamp: float | None,
     fast_math: bool, dw_natural_layout: bool, l1_natural_layout: bool, accumulate: bool,
+    z: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """:func:`.bf16.bf16_mega_moe_backward` with checked arguments."""
+    """:func:`.bf16.bf16_mega_moe_backward` with checked arguments.
+
+    ``z``: what the forward of the same routing kept, or None. The shared expert recomputes in any case.
+    """
     rank, memory = _state(sym_buffer)
     memory.begin_call(rank)
     l1 = _natural_weights(memory, l1_weights, l1_natural_layout)
@@ -64,9 +71,7 @@ def backward(
     num_tokens = dy.shape[0]
     rank.dy[:num_tokens].copy_(dy)
     dx_target, dtopk_target = _packed(dx), _packed(dtopk)
-    rank.backward(
-        dx_target, natural_dw1, dw2, dtopk_target, l1, l2_weights, activation_clamp, accumulate
-    )
+    rank.backward(dx_target, natural_dw1, dw2, dtopk_target, l1, l2_weights, activation_clamp, accumulate, z)
     if dw1 is not None and natural_dw1 is not None and not dw_natural_layout:
         alternating = dw1.unflatten(1, (-1, 2, INTERLEAVE))
         halves = natural_dw1.unflatten(1, (2, -1, INTERLEAVE)).transpose(1, 2)

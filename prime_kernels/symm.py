@@ -115,6 +115,9 @@ class SymmBuffer:
         buffer: the uint8 storage; None once destroyed.
         backend: "reference" or "sm90".
         rank, num_ranks, num_local_experts: this rank's place in the group.
+        pool_rows: C, the most dispatched rows that this rank can take in one call. SM90: the pools' capacity,
+            by default enough for any routing (R T K rows and a block of 128 for each group of rows), or what
+            ``set_pool_capacity_factor`` left of it. Reference: R T K, enough for any routing.
         handle: an int that :func:`lookup_buffer` maps back to this object while it lives.
         kernels: modules the BF16 functions have loaded for this buffer, by kernel name.
 
@@ -196,10 +199,11 @@ class SymmBuffer:
             validation.check_base_holds(self, self._base)
             self.buffer = self._base.buffer
         assert self.buffer is not None
+        self.pool_rows = self.num_ranks * self.num_max_tokens_per_rank * self.num_topk
         self.x, self.topk_idx, self.topk_weights = (region.view(self.buffer) for region in regions)
 
     def _use_sm90(self, device: torch.device) -> None:
-        from .exchange import ExchangeShape
+        from .exchange import BLOCK_M, ExchangeShape
         from .sm90_memory import Sm90Memory
 
         validation.check_sm90_limits(self)
@@ -215,6 +219,7 @@ class SymmBuffer:
             memory = self._base.sm90_memory
         self.sm90, self.sm90_memory, self.buffer = memory.view(shape), memory, memory.storage
         self.num_bytes = sum(memory.view_bytes(shape).values())
+        self.pool_rows = self.sm90.pool_blocks * BLOCK_M
         self.x, self.topk_idx, self.topk_weights = self.sm90.x, self.sm90.topk_idx, self.sm90.topk_weights
 
     def _arguments(self, base: SymmBuffer | None) -> dict[str, Any]:

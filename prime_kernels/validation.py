@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MAX_TOPK = 32
 COPY_BYTES = 16
 ACTIVATIONS = ("swiglu",)
+# What a forward can keep for its backward: z, gate and up of every dispatched row.
+KEEPS = ("z",)
 # dtype of x, y, dy, dx and the weights of each mma_type this package runs.
 DATA_DTYPES: dict[str, torch.dtype] = {
     "bf16xbf16": torch.bfloat16,
@@ -322,6 +324,28 @@ def check_weight_grads(dw1: Any, dw2: Any, buffer: SymmBuffer, accumulate: bool)
     experts, hidden, inter = buffer.num_local_experts, buffer.hidden, buffer.intermediate_hidden
     _check_weight_grad("dw1", dw1, (experts, 2 * inter, hidden), buffer, accumulate)
     _check_weight_grad("dw2", dw2, (experts, hidden, inter), buffer, accumulate)
+
+
+def check_keep(keep: str | None) -> None:
+    """ValueError for something else than what a forward can keep for its backward."""
+    if keep is not None and keep not in KEEPS:
+        raise ValueError(
+            f"keep is {keep!r}, needs None (the backward recomputes gate and up) or one of {', '.join(KEEPS)}"
+        )
+
+
+def check_kept_z(z: Any, rows: int, buffer: SymmBuffer) -> None:
+    """z [rows, 2I] or [C, 2I] in the buffer's data type, where ``rows`` are those of this call's routing."""
+    if not isinstance(z, Tensor) or z.dim() != 2:
+        raise ValueError(f"z is {_brief(z)}, needs what the forward of this call kept")
+    columns, dtype = 2 * buffer.intermediate_hidden, DATA_DTYPES[buffer.mma_type]
+    check_tensor("z", z, (z.shape[0], columns), (dtype,), buffer.x.device)
+    if z.shape[0] not in (rows, buffer.pool_rows) or not z.is_contiguous():
+        raise ValueError(
+            f"z has shape {list(z.shape)} and strides {z.stride()}, this call needs contiguous "
+            f"[{rows}, {columns}] or [{buffer.pool_rows}, {columns}]; pass what the forward over the same "
+            "buffer and routing kept"
+        )
 
 
 def check_shared_weight_grads(

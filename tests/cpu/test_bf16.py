@@ -397,8 +397,10 @@ def test_another_backend_gets_the_checked_arguments(monkeypatch: pytest.MonkeyPa
     assert loaded == ["mega_moe_bf16", "mega_moe_bf16_backward"]
     (_, forwarded), (_, backwarded) = kernels.calls
     settled = {"activation"}  # one value is left after validation
-    assert set(forwarded) == set(inspect.signature(bf16_mega_moe).parameters) - settled
-    assert set(backwarded) == set(inspect.signature(bf16_mega_moe_backward).parameters) - settled
+    kept = {"z"}  # not for callers of the public functions
+    assert set(forwarded) == set(inspect.signature(bf16_mega_moe).parameters) - settled | kept
+    assert set(backwarded) == set(inspect.signature(bf16_mega_moe_backward).parameters) - settled | kept
+    assert forwarded["z"] is backwarded["z"] is None
     assert forwarded["y"] is y
     assert forwarded["sym_buffer"] is backwarded["sym_buffer"] is buffer
     assert forwarded["l1_natural_layout"] is False
