@@ -123,22 +123,25 @@ def make_case(
         gate_up=gate_up,
         down=normal(experts, hidden, inter, scale=1.6 * inter**-0.5),
         dy=normal(tokens, hidden),
-        clamp=None if clamp is None else clear_of_values(clamp, x, topk_idx, gate_up),
+        clamp=None if clamp is None else clear_of_values(clamp, x, topk_idx, gate_up, shared),
         shared=shared,
     )
 
 
-def clear_of_values(limit: float, x: Tensor, topk_idx: Tensor, gate_up: Tensor) -> float:
+def clear_of_values(
+    limit: float, x: Tensor, topk_idx: Tensor, gate_up: Tensor, shared: tuple[Tensor, Tensor] | None
+) -> float:
     """The limit nearby that is farthest from any gate or up value.
 
-    A value that fp32 accumulation moves across the limit has a gradient or none: a whole element, no rounding
-    error.
+    A value that fp32 accumulation moves across the limit has a gradient or none: a whole element, no rounding error.
     """
     window = 0.02
     near = [torch.tensor([limit - window, limit + window], dtype=torch.float64, device=DEVICE)]
-    for expert in range(gate_up.shape[0]):
-        rows = x[(topk_idx == expert).any(1)].double()
-        values = (rows @ gate_up[expert].double().T).abs().flatten()
+    products = [(x[(topk_idx == expert).any(1)], gate_up[expert]) for expert in range(gate_up.shape[0])]
+    if shared is not None:
+        products.append((x, shared[0]))
+    for rows, weight in products:
+        values = (rows.double() @ weight.double().T).abs().flatten()
         near.append(values[(values - limit).abs() < window])
     ordered = torch.cat(near).sort().values
     widest = int((ordered[1:] - ordered[:-1]).argmax())
@@ -161,7 +164,9 @@ def check(name: str, got: Tensor, want: Tensor, *, matrices: bool = False) -> No
     """``matrices``: each of them (each expert's gradient) is also judged alone."""
     assert bool(got.isfinite().all()), f"{name}: {int((~got.isfinite()).sum())} elements are not finite"
     error = relative_error(got, want)
-    assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
+    # A few elements do not average: each may be off by a few roundings of bf16.
+    limit = TOLERANCE * (1 + 4 * want.numel() ** -0.5 if want.numel() else 1)
+    assert error <= limit, f"{name}: relative error {error:.2e} of at most {limit:.2e}"
     for index in range(want.shape[0] if matrices else 0):
         error = relative_error(got[index], want[index])
         assert error <= TOLERANCE, f"{name}[{index}]: relative error {error:.2e}"

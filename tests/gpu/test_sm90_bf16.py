@@ -385,7 +385,7 @@ def test_autograd() -> None:
     ]
     x, topk_weights, gate_up, down, shared1, shared2 = leaves
     y = mega_moe(
-        x, case.topk_idx, topk_weights, gate_up, down, buffer=buffer, activation_clamp=1.0,
+        x, case.topk_idx, topk_weights, gate_up, down, buffer=buffer, activation_clamp=case.clamp,
         shared=(shared1, shared2),
     )  # fmt: skip
     y.backward(case.dy)
