@@ -130,6 +130,7 @@ def launch(
     )
     maps = _tensor_maps(rank, l1, l2, z)
     kernel = rank.backward_kernel(clamp is not None, z is not None)
-    # Last: the route plan counts the call, and what raises after it would leave this rank out of step with its peers.
+    # Last: the route plan counts the call, and what raises after it would leave this rank out of step with
+    # its peers.
     rank.route_plan(dx.shape[0])
     kernel.launch(rank.num_ctas, THREADS, (params, maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)

@@ -86,6 +86,7 @@ def launch(
         activations if z is None else tensor_map(z, (ATOM, ATOM), swizzle=SWIZZLE_BYTES),
     )
     kernel = rank.forward_kernel(clamp is not None, z is not None)
-    # Last: the route plan counts the call, and what raises after it would leave this rank out of step with its peers.
+    # Last: the route plan counts the call, and what raises after it would leave this rank out of step with
+    # its peers.
     rank.route_plan(y.shape[0], rounds)
     kernel.launch(rank.num_ctas, THREADS, (params, *maps), cluster=CLUSTER_SIZE, smem=SHARED_BYTES)
