@@ -34,9 +34,14 @@ def source_line(path: Path, result: dict[str, Any]) -> str:
     when = f"{result['date'][:10]}, commit {result['commit'][:7]}"
     return (
         f"{result['hardware']}; torch {result['torch']}; {when}; "
-        f"{result['method']}; `{result['command']}` "
+        f"{result['method']}; {code(result['command'])} "
         f"([{path.name}]({{to_root}}{path.relative_to(ROOT).as_posix()}))"
     )
+
+
+def code(command: str) -> str:
+    """A command line as code, a description of one as it is."""
+    return f"`{command}`" if command.startswith("python") else command
 
 
 def layer_name(layer: dict[str, Any]) -> str:
@@ -76,6 +81,23 @@ def grouped_gemm_summary() -> str:
     return f"{source_line(path, result)}\n\n{markdown(headers, rows)}"
 
 
+def sm90_in_turns() -> str:
+    """The fused kernels beside the products they contain."""
+    path, result = newest("*-sm90-bf16-in-turns-????-??-??.json")
+    rows = []
+    for layer in result["layers"]:
+        for name, key, yardstick in (
+            ("forward", "forward_ms", "gemm_forward_ms"),
+            ("forward, z kept", "forward_keeping_z_ms", "gemm_forward_ms"),
+            ("backward, z recomputed", "backward_recompute_ms", "gemm_backward_ms"),
+            ("backward, z kept", "backward_kept_z_ms", "gemm_backward_ms"),
+        ):
+            ours, sum_ms = layer[key], layer[yardstick]
+            rows.append([layer_name(layer), name, f"{ours:.2f}", f"{sum_ms:.2f}", f"{ours / sum_ms:.2f}"])
+    headers = ["layer", "kernel", "ms", "sum of DeepGEMM's products, ms", "ratio"]
+    return f"{source_line(path, result)}\n\n{markdown(headers, rows)}"
+
+
 def markdown(headers: list[str], rows: list[list[str]]) -> str:
     """A Markdown table of texts."""
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
@@ -84,6 +106,7 @@ def markdown(headers: list[str], rows: list[list[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "grouped-gemm": grouped_gemm,
     "grouped-gemm-summary": grouped_gemm_summary,
+    "sm90-in-turns": sm90_in_turns,
 }
 
 

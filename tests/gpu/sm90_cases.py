@@ -133,7 +133,8 @@ def clear_of_values(
 ) -> float:
     """The limit nearby that is farthest from any gate or up value.
 
-    A value that fp32 accumulation moves across the limit has a gradient or none: a whole element, no rounding error.
+    A value that fp32 accumulation moves across the limit has a gradient or none: that is a whole element,
+    no rounding error.
     """
     window = 0.02
     near = [torch.tensor([limit - window, limit + window], dtype=torch.float64, device=DEVICE)]

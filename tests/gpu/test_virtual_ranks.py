@@ -316,7 +316,7 @@ def test_pools_that_are_too_small_are_reported_with_the_rows_needed() -> None:
 
 
 def test_a_full_pool_never_hangs_the_backward() -> None:
-    """Whichever CTAs see the fault first: both of a cluster stop, or a claim would be waited for without end."""
+    """Both CTAs of a cluster stop, whichever sees the fault first: or one waits for the other without end."""
     counts = [512, 512]
     case = make_case(sum(counts), 4, 2, 512, 256, "one")
     world = world_of(counts, 4, 2, 512, 256, timeout_seconds=SHORT_TIMEOUT_SECONDS, pool_blocks=8)
