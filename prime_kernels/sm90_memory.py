@@ -121,8 +121,9 @@ class Sm90Memory:
         try:
             self.fault.raise_if_set()
         except (RuntimeError, ValueError):
-            # The kernels of that call gave up (flags of the call say so, to this rank too), or its routing was
-            # wrong: the call that raises here is not launched, and this rank is out of step with its peers.
+            # The kernels of that call gave up (flags of the call say so, to this rank too), or its routing
+            # was wrong: the call that raises here is not launched, and this rank is out of step with its
+            # peers.
             self._failed = True
             raise
 
