@@ -164,9 +164,8 @@ def mega_moe(
 def _z_rows(buffer: SymmBuffer) -> int | None:
     """Rows of z, or None for those received, which nothing knows before the call.
 
-    To a compiler the latter is a size that data decides ("unbacked"). torch.compile breaks the graph there
-    unless told otherwise (``capture_dynamic_output_shape_ops``), so it is given a bound instead, a constant
-    of the buffer.
+    To a compiler the latter is a size that data decides ("unbacked"), and inductor (torch 2.13) fails on one
+    that goes from a forward to its backward. So it is given a bound, which is a constant of the buffer.
     """
     if buffer.backend == "reference" and not torch.compiler.is_compiling():
         return None

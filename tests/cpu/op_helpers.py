@@ -117,16 +117,23 @@ def backward(inputs: Inputs, buffer: SymmBuffer, dy: Tensor, **kwargs: Any) -> T
 
 @dataclass
 class Calls:
-    """Calls of the BF16 functions: n of each forward, (dw1, dw2, shared dw1, shared dw2) of each backward."""
+    """Calls of the BF16 functions.
+
+    forward: n of each; backward: (dw1, dw2, shared dw1, shared dw2) of each; kept: z of each forward that
+    kept it; used: z of each backward that took it.
+    """
 
     forward: list[int] = field(default_factory=list)
     backward: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    used: list[Tensor] = field(default_factory=list)
 
 
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Record the calls the op makes from now on; they still run."""
     calls = Calls()
     forward, backward = op.bf16_mega_moe, op.bf16_mega_moe_backward
+    forward_z, backward_z = op.forward_keeping_z, op.backward_from_z
 
     def record_forward(y: Tensor, *args: Any, **kwargs: Any) -> None:
         calls.forward.append(y.shape[0])
@@ -136,8 +143,20 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         calls.backward.append((dw1, dw2, kwargs["shared_dw1_weights"], kwargs["shared_dw2_weights"]))
         backward(dx, dw1, dw2, *args, **kwargs)
 
+    def record_forward_z(y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.forward.append(y.shape[0])
+        calls.kept.append(forward_z(y, *args, **kwargs))
+        return calls.kept[-1]
+
+    def record_backward_z(dx: Tensor, dw1: Any, dw2: Any, *args: Any, **kwargs: Any) -> None:
+        calls.backward.append((dw1, dw2, kwargs["shared_dw1_weights"], kwargs["shared_dw2_weights"]))
+        calls.used.append(kwargs["z"])
+        backward_z(dx, dw1, dw2, *args, **kwargs)
+
     monkeypatch.setattr(op, "bf16_mega_moe", record_forward)
     monkeypatch.setattr(op, "bf16_mega_moe_backward", record_backward)
+    monkeypatch.setattr(op, "forward_keeping_z", record_forward_z)
+    monkeypatch.setattr(op, "backward_from_z", record_backward_z)
     return calls
 
 
