@@ -62,6 +62,7 @@ def _forward(
 ) -> None:
     assert y.is_contiguous()
     n = y.shape[0]
+    rank.route_plan(n)
     staged = (rank.x[:n], rank.topk_idx[:n], rank.topk_weights[:n])
     y.copy_(moe_forward(*staged, l1, l2, clamp=clamp, rounding=BF16_ROUNDING))
     if stats is not None:
@@ -76,6 +77,7 @@ def _backward(
     assert dtopk.is_contiguous()
     assert rank.pools.dz.shape[0] == rank.pools.x.shape[0]
     n = dx.shape[0]
+    rank.route_plan(n)
     staged = (rank.dy[:n], rank.x[:n], rank.topk_idx[:n], rank.topk_weights[:n])
     grads = moe_backward(*staged, l1, l2, clamp=clamp, rounding=BF16_ROUNDING)
     dx.copy_(grads.dx)

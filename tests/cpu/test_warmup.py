@@ -51,10 +51,11 @@ def test_every_entry_of_the_manifest_yields_sources_for_its_architecture():
 def test_mega_moe_kernels_with_the_limit_of_the_model():
     for clamp, text in ((None, "2048, 768, false"), (10.0, "2048, 768, true")):
         shape = dataclasses.replace(MODELS["qwen3-30b-a3b"], activation_clamp=clamp)
-        *plan, forward, backward = warmup._mega_moe(shape, 8)
-        assert [source.name for source in plan] == ["route_plan_count", "route_plan_place"]
-        assert f"ForwardConfig<{text}," in forward.entry
-        assert f"BackwardConfig<{text}," in backward.entry
+        count, place, *kernels = warmup._mega_moe(shape, 8)
+        assert [count.name, place.name] == ["route_plan_count", "route_plan_place"]
+        for keeps_z, (forward, backward) in (("false", kernels[:2]), ("true", kernels[2:])):
+            assert f"ForwardConfig<{text}, {keeps_z}," in forward.entry
+            assert f"BackwardConfig<{text}, {keeps_z}," in backward.entry
 
 
 def test_a_model_the_mega_moe_kernels_do_not_take_is_named(tmp_path, monkeypatch, capsys):
