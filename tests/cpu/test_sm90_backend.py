@@ -20,6 +20,8 @@ from prime_kernels import (
     SymmBuffer,
     bf16_mega_moe,
     exchange,
+    mega_moe,
+    op,
     registry,
     runtime,
     sm90,
@@ -54,13 +56,15 @@ FLAGS = ("ready_flags", "done_flags", "epoch")
 
 class _NoKernel:
     def launch(self, *arguments: Any, **options: Any) -> None:
-        """The route plan: the fake launches plan for themselves."""
+        """Does nothing: the fake launches plan for themselves."""
 
 
 def _forward(
-    rank: Any, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None, stats: Tensor | None, *_: Any
-) -> None:
+    rank: Any, y: Tensor, l1: Tensor, l2: Tensor, clamp: float | None, stats: Tensor | None,
+    z: Tensor | None, rounds: int,
+) -> None:  # fmt: skip
     assert y.is_contiguous()
+    rank.route_plan(y.shape[0], rounds)
     n = y.shape[0]
     rank.route_plan(n)
     staged = (rank.x[:n], rank.topk_idx[:n], rank.topk_weights[:n])
@@ -71,9 +75,10 @@ def _forward(
 
 def _backward(
     rank: Any, dx: Tensor, dw1: Tensor | None, dw2: Tensor | None, dtopk: Tensor, l1: Tensor, l2: Tensor,
-    clamp: float | None, accumulate: bool, *_: Any,
+    clamp: float | None, accumulate: bool, z: Tensor | None,
 ) -> None:  # fmt: skip
     assert dx.is_contiguous()
+    rank.route_plan(dx.shape[0])
     assert dtopk.is_contiguous()
     assert rank.pools.dz.shape[0] == rank.pools.x.shape[0]
     n = dx.shape[0]
@@ -162,6 +167,53 @@ def test_interleaved_layouts_are_those_of_the_reference(accumulate: bool) -> Non
     for value, name in zip(got, ("dw1", "dw2", "shared_dw1", "shared_dw2"), strict=True):
         assert torch.allclose(value - 3.0 * accumulate, plain[name], atol=1e-5), name
     assert torch.equal(dx, plain["dx"])
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_kept_z_goes_from_launch_to_launch(factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """z has a row for each of the pools', F1 F2 B2 B1 over two shapes take each their own, in one round."""
+    runtime.set_pool_capacity_factor(factor)
+    problems = (problem_of(), problem_of(40, experts=4, topk=1))
+    base = make_buffer(problems[0], TOKENS)
+    buffers = (base, make_buffer(problems[1], 40, base=base))
+    assert [buffer.pool_rows for buffer in buffers] == [buffer.sm90.pool_blocks * 128 for buffer in buffers]
+    assert base.pool_rows == (7 if factor is None else 6) * 128
+    forwards: list[Tensor] = []
+    backwards: list[Tensor] = []
+
+    def forward_launch(*arguments: Any) -> None:
+        *_, z, rounds = arguments
+        assert rounds == 1
+        forwards.append(z)
+        _forward(*arguments)
+
+    def backward_launch(*arguments: Any) -> None:
+        backwards.append(arguments[-1])
+        _backward(*arguments)
+
+    monkeypatch.setattr(sm90.forward_kernel, "launch", forward_launch)
+    monkeypatch.setattr(sm90.backward_kernel, "launch", backward_launch)
+    leaves = [
+        [t.clone().requires_grad_() for t in (p.x, p.topk_weights, p.gate_up, p.down)] for p in problems
+    ]
+    outputs = [
+        mega_moe(x, problem.topk_idx, topk_weights, gate_up, down, buffer=buffer, keep="z")
+        for problem, buffer, (x, topk_weights, gate_up, down) in zip(problems, buffers, leaves, strict=True)
+    ]
+    for index in (1, 0):
+        outputs[index].backward(problems[index].dy)
+        grads = (leaf.grad for leaf in leaves[index])
+        got = dict(zip(("dx", "dtopk", "dw1", "dw2"), grads, strict=True))
+        assert_matches({"y": outputs[index].detach(), **got}, problems[index])
+    assert [z.shape for z in forwards] == [(buffer.pool_rows, 2 * 128) for buffer in buffers]
+    assert {z.dtype for z in forwards} == {BF16}
+    assert [z.data_ptr() for z in backwards] == [z.data_ptr() for z in reversed(forwards)]
+    with pytest.raises(ValueError, match=rf"z has shape \[128, 256\].* contiguous \[{base.pool_rows}, 256"):
+        op.backward_op(
+            problems[0].dy, problems[0].x, problems[0].topk_idx, problems[0].topk_weights,
+            problems[0].gate_up, problems[0].down, *[None] * 6, base.handle, None, [True, True, False, False],
+            forwards[0][:128],
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("skip", [("dw1",), ("dw2",), ("dw1", "dw2")])

@@ -26,7 +26,6 @@ from prime_kernels import (
     SymmBuffer,
     bf16_mega_moe,
     bf16_mega_moe_backward,
-    mega_moe,
     runtime,
     status,
 )
@@ -373,43 +372,6 @@ def test_layers_of_other_shapes_share_one_buffer() -> None:
     base.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         forward(view, small)
-
-
-def test_autograd() -> None:
-    case = make_case(200, 8, 4, 512, 256, "masked", clamp=1.0, shared_inter=256)
-    buffer = make_buffer(case)
-    assert case.shared is not None
-    leaves = [
-        tensor.clone().requires_grad_()
-        for tensor in (case.x, case.topk_weights, case.gate_up, case.down, *case.shared)
-    ]
-    x, topk_weights, gate_up, down, shared1, shared2 = leaves
-    y = mega_moe(
-        x, case.topk_idx, topk_weights, gate_up, down, buffer=buffer, activation_clamp=case.clamp,
-        shared=(shared1, shared2),
-    )  # fmt: skip
-    y.backward(case.dy)
-    check("y", y.detach(), case.y)
-    grads = case.grads
-    want = (grads.dx, grads.dtopk, grads.dgate_up, grads.ddown, grads.dshared_gate_up, grads.dshared_down)
-    for leaf, expected in zip(leaves, want, strict=True):
-        assert leaf.grad is not None
-        assert expected is not None
-        check("gradient", leaf.grad, expected, matrices=leaf.dim() == 3)
-
-
-def test_two_layers_of_autograd_with_main_grad() -> None:
-    case = make_case(200, 8, 4, 512, 256)
-    buffer = make_buffer(case)
-    gate_up, down = case.gate_up.clone().requires_grad_(), case.down.clone().requires_grad_()
-    gate_up.main_grad = torch.zeros_like(gate_up, dtype=FP32)
-    down.main_grad = torch.zeros_like(down, dtype=FP32)
-    x = case.x.clone().requires_grad_()
-    for _ in range(2):
-        mega_moe(x, case.topk_idx, case.topk_weights, gate_up, down, buffer=buffer).backward(case.dy)
-    assert gate_up.grad is None
-    check("main_grad", gate_up.main_grad, 2 * case.grads.dgate_up, matrices=True)
-    check("main_grad", down.main_grad, 2 * case.grads.ddown, matrices=True)
 
 
 def test_pool_overflow_raises_and_the_buffer_works_on() -> None:
