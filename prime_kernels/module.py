@@ -29,6 +29,54 @@ def release_buffers() -> None:
     _shared_buffers.clear()
 
 
+def shared_buffer(
+    group: dist.ProcessGroup | None,
+    shape: tuple[int, int, int, int, int, int],
+    mma_type: str,
+    device: torch.device,
+) -> SymmBuffer:
+    """The live buffer that layers of one shape share, built at the first request. Collective over ``group``.
+
+    It is allocated on the device of :func:`~.runtime.set_device`, else on ``device``.
+
+    Args:
+        group: as :func:`resolve_group` returns it.
+        shape: E, T, K, H, I and the number of shared experts.
+
+    Raises:
+        ValueError, RuntimeError: see :class:`~.symm.SymmBuffer`.
+    """
+    chosen_device = runtime.get_device()
+    device = chosen_device or device
+    key = (group, shape, mma_type, device, runtime.get_backend(), runtime.get_pool_capacity_factor())
+    buffer = _shared_buffers.get(key)
+    if buffer is None or buffer.destroyed:
+        runtime.set_device(device)
+        try:
+            # Memory made in inference mode could not be staged into outside of it.
+            with torch.inference_mode(False):
+                buffer = get_symm_buffer_for_mega_moe(group, *shape, mma_type=mma_type)
+        finally:
+            runtime.set_device(chosen_device)
+        _shared_buffers[key] = buffer
+    return buffer
+
+
+def mma_type_of(weight: Tensor, what: str) -> str:
+    """The type of buffer for what a forward computes in: the dtype of ``weight``, or autocast's.
+
+    Raises:
+        ValueError: no buffer computes in that dtype; ``what`` names who asked.
+    """
+    dtype, device_type = weight.dtype, weight.device.type
+    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    if dtype not in _MMA_TYPE_OF_DTYPE:
+        known = ", ".join(str(known) for known in _MMA_TYPE_OF_DTYPE)
+        raise ValueError(f"{what} computes in {dtype} here and has no buffer for it; use {known}")
+    return _MMA_TYPE_OF_DTYPE[dtype]
+
+
 class _Placement:
     """What a layer holds of its process: EP group and staging buffers. Copies share them, files have none."""
 
@@ -134,7 +182,7 @@ class MegaMoE(nn.Module):
         if buffer is not None:
             self._check_shape(buffer)
         self._placement = _Placement(group, buffer)
-        num_ranks = ep.group_size(_resolve(self._placement.group))
+        num_ranks = ep.group_size(resolve_group(self._placement.group))
         if num_experts % num_ranks:
             raise ValueError(
                 f"num_experts is {num_experts}, needs a multiple of the group's {num_ranks} ranks; "
@@ -205,25 +253,13 @@ class MegaMoE(nn.Module):
             return found
         if self._placement.given is not None:
             raise RuntimeError("the given buffer was destroyed; set module.buffer to a live one")
-        group = _resolve(self._placement.group)
+        group = resolve_group(self._placement.group)
         self._check_ranks(ep.group_size(group))
         shape = (
             self.num_experts, self.max_tokens_per_rank, self.top_k, self.hidden, self.intermediate,
             self.num_shared_experts,
         )  # fmt: skip
-        chosen_device = runtime.get_device()
-        device = chosen_device or self.gate_up.device
-        key = (group, shape, mma_type, device, runtime.get_backend())
-        buffer = _shared_buffers.get(key)
-        if buffer is None or buffer.destroyed:
-            runtime.set_device(device)
-            try:
-                # Memory made in inference mode could not be staged into outside of it.
-                with torch.inference_mode(False):
-                    buffer = get_symm_buffer_for_mega_moe(group, *shape, mma_type=mma_type)
-            finally:
-                runtime.set_device(chosen_device)
-            _shared_buffers[key] = buffer
+        buffer = shared_buffer(group, shape, mma_type, self.gate_up.device)
         self._placement.built[mma_type] = buffer
         return buffer
 
@@ -310,16 +346,11 @@ class MegaMoE(nn.Module):
 
     def _mma_type(self) -> str:
         """The buffer's type for the dtype this forward computes in."""
-        dtype, device_type = self.gate_up.dtype, self.gate_up.device.type
-        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device_type)
-        if dtype not in _MMA_TYPE_OF_DTYPE:
-            known = ", ".join(str(known) for known in _MMA_TYPE_OF_DTYPE)
-            raise ValueError(f"MegaMoE computes in {dtype} here and has no buffer for it; use {known}")
-        return _MMA_TYPE_OF_DTYPE[dtype]
+        return mma_type_of(self.gate_up, "MegaMoE")
 
 
-def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``group``; for None the default group, or None (one rank) where torch.distributed is not in use."""
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return group
