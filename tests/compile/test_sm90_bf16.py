@@ -102,7 +102,7 @@ def test_registers_and_instructions(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_main_loops_touch_no_local_memory(name: str, tmp_path: Path) -> None:
     loops = main_loops(sass_lines(compiled(name), tmp_path))
-    # Forward: one loop for both products. Backward: gate|up (unless z is kept), da', dX and the weight gradients.
+    # Forward: one loop for both products. Backward: gate|up (unless z is kept), da', dX, weight gradients.
     products = 1 if name.startswith("forward") else 3 if name.endswith("z kept") else 4
     assert len(loops) >= products
     for loop in loops:
