@@ -98,6 +98,7 @@ def _forward(
     shared_inter = validation.check_shared_weights(shared_l1_weights, shared_l2_weights, buffer)
     _check_layouts(buffer, shared_inter, l1_natural_layout=l1_natural_layout)
     num_tokens = validation.check_rows("y", y, buffer)
+    validation.check_output("y", y, buffer)
     validation.check_stats(stats, buffer)
     if z_rows not in (None, buffer.pool_rows):
         raise ValueError(f"z is to have {z_rows} rows, this buffer takes {buffer.pool_rows} rows; pass that")

@@ -5,6 +5,7 @@ Point-to-point rather than an all-to-all, so that a rank that waits in vain can 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,13 +23,23 @@ _NO_PLAN = -1
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks in ``group``; None is one rank."""
-    return 1 if group is None else dist.get_world_size(group)
+    """Ranks in ``group``; None is one rank. RuntimeError for a group that was destroyed."""
+    return 1 if group is None else _of_live_group(dist.get_world_size, group)
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in ``group``; None is one rank."""
-    return 0 if group is None else dist.get_rank(group)
+    """This process's rank in ``group``; None is one rank. RuntimeError for a group that was destroyed."""
+    return 0 if group is None else _of_live_group(dist.get_rank, group)
+
+
+def _of_live_group(question: Callable[[dist.ProcessGroup], int], group: dist.ProcessGroup) -> int:
+    try:
+        return question(group)
+    except ValueError as error:  # torch no longer knows it
+        raise RuntimeError(
+            "the process group was destroyed; build the buffer anew over a live group (of a MegaMoE: set its "
+            f"group): {error}"
+        ) from error
 
 
 def nvlink_domain() -> str:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import ep, runtime
-from .op import mega_moe
+from .checks import check_clamp, check_group, check_int, check_tensors
+from .op import PRECISIONS, mega_moe
 from .symm import SymmBuffer, get_symm_buffer_for_mega_moe
-from .validation import DATA_DTYPES, check_keep
+from .validation import DATA_DTYPES, check_keep, check_topk
 
 _MMA_TYPE_OF_DTYPE = {dtype: mma_type for mma_type, dtype in DATA_DTYPES.items()}
 
@@ -136,8 +137,8 @@ class MegaMoE(nn.Module):
         device, dtype: of the parameters; bf16 for the kernels.
 
     Raises:
-        ValueError: E not divisible by the group's ranks, a buffer of another shape, neither a buffer nor
-            max_tokens_per_rank, an unknown ``keep``.
+        ValueError: an argument outside its limits, E not divisible by the group's ranks, a buffer of another
+            shape, neither a buffer nor max_tokens_per_rank, an unknown ``keep``.
     """
 
     def __init__(
@@ -158,7 +159,9 @@ class MegaMoE(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        check_group(group)
         if buffer is not None:
+            _check_is_buffer(buffer)
             if group is not None and group is not buffer.group:
                 raise ValueError("group is not the buffer's group; leave it out when a buffer is given")
             if max_tokens_per_rank not in (None, buffer.num_max_tokens_per_rank):
@@ -169,6 +172,19 @@ class MegaMoE(nn.Module):
             max_tokens_per_rank = buffer.num_max_tokens_per_rank
         if max_tokens_per_rank is None:
             raise ValueError("max_tokens_per_rank and buffer are both None; pass one, equal on all ranks")
+        sizes = {
+            "num_experts": num_experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate,
+            "max_tokens_per_rank": max_tokens_per_rank,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            check_int(name, size, 1)
+        check_int("num_shared_experts", num_shared_experts, 0)
+        check_topk("top_k", top_k, num_experts)
+        check_clamp(activation_clamp)
+        if precision not in PRECISIONS:
+            raise ValueError(f"unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype}, needs a floating-point type; bfloat16 for the kernels")
         self.num_experts = num_experts
         self.top_k = top_k
         self.hidden = hidden
@@ -223,6 +239,7 @@ class MegaMoE(nn.Module):
     @group.setter
     def group(self, group: dist.ProcessGroup | None) -> None:
         """Move to another group of the same size; the buffer is built anew at the next forward."""
+        check_group(group)
         self._placement = _Placement(group)
 
     @property
@@ -232,6 +249,7 @@ class MegaMoE(nn.Module):
 
     @buffer.setter
     def buffer(self, buffer: SymmBuffer) -> None:
+        _check_is_buffer(buffer)
         self._check_shape(buffer)
         self._check_ranks(buffer.num_ranks)
         self._placement = _Placement(buffer=buffer)
@@ -278,6 +296,7 @@ class MegaMoE(nn.Module):
             ValueError: as :func:`~.op.mega_moe`; leading dims that differ.
             RuntimeError: as :func:`~.op.mega_moe`; compiled before the buffer was built.
         """
+        check_tensors(None, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         for name, routing in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if routing.shape != (*x.shape[:-1], self.top_k):
                 raise ValueError(
@@ -346,7 +365,17 @@ class MegaMoE(nn.Module):
 
     def _mma_type(self) -> str:
         """The buffer's type for the dtype this forward computes in."""
+        if self.gate_up.device.type == "meta":
+            raise RuntimeError(
+                "the parameters of this MegaMoE are on the meta device and hold no values; give them memory "
+                "first, with to_empty(device=...) and reset_parameters() or a state_dict"
+            )
         return mma_type_of(self.gate_up, "MegaMoE")
+
+
+def _check_is_buffer(buffer: Any) -> None:
+    if not isinstance(buffer, SymmBuffer):
+        raise ValueError(f"buffer is a {type(buffer).__name__}, needs a SymmBuffer")
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .bf16 import backward_from_z, bf16_mega_moe, bf16_mega_moe_backward, forward_keeping_z
+from .checks import check_tensors
 from .symm import SymmBuffer, lookup_buffer
 from .validation import DATA_DTYPES, check_keep, wide_dtype
 
@@ -140,14 +141,16 @@ def mega_moe(
         RuntimeError: more tokens than the buffer holds; a precision without a kernel; a dead buffer; in the
             backward, ``create_graph=True``.
     """
-    _check_precision(precision, buffer.mma_type)
+    _check_precision(precision, getattr(buffer, "mma_type", None))
     check_keep(keep)
-    shared_gate_up, shared_down = (None, None) if shared is None else shared
+    check_tensors(None, x=x, topk_idx=topk_idx, topk_weights=topk_weights, gate_up=gate_up, down=down)
+    shared_gate_up, shared_down = _shared_pair(shared, x)
     weights: list[Tensor | None] = [gate_up, down, shared_gate_up, shared_down]
     wide = wide_dtype(buffer.mma_type)
     main_grads = [_main_grad(name, weight, wide) for name, weight in zip(_WEIGHT_NAMES, weights, strict=True)]
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    # On "meta", for shapes alone, there is no autocast.
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         x = _autocast(x, dtype)
         topk_weights = _autocast(topk_weights, torch.float32)
@@ -172,7 +175,20 @@ def _z_rows(buffer: SymmBuffer) -> int | None:
     return buffer.pool_rows
 
 
-def _check_precision(precision: str, mma_type: str) -> None:
+def _shared_pair(shared: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    if shared is None:
+        return None, None
+    if not isinstance(shared, (tuple, list)) or len(shared) != 2:
+        raise ValueError(
+            f"shared is a {type(shared).__name__}, needs the pair (shared_gate_up, shared_down), or None"
+        )
+    if shared[0] is None and shared[1] is None:
+        return None, None
+    check_tensors(x.device, shared_gate_up=shared[0], shared_down=shared[1])
+    return shared[0], shared[1]
+
+
+def _check_precision(precision: str, mma_type: Any) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
     if precision != "bf16":
@@ -196,6 +212,8 @@ def _main_grad(name: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor |
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return None
+    if not isinstance(main_grad, Tensor):
+        raise ValueError(f"{name}.main_grad is a {type(main_grad).__name__}, needs a {dtype} tensor or None")
     if (main_grad.dtype, main_grad.shape, main_grad.device) != (dtype, weight.shape, weight.device):
         raise ValueError(
             f"{name}.main_grad is {main_grad.dtype} {tuple(main_grad.shape)} on {main_grad.device}, needs "

@@ -16,6 +16,8 @@ BACKEND_ENV = "PRIME_KERNELS_BACKEND"
 DEVICE_ENV = "PRIME_KERNELS_DEVICE"
 TIMEOUT_ENV = "PRIME_KERNELS_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT_SECONDS = 300.0
+# Nanoseconds of more would not fit into the kernels' 64-bit integers.
+MAX_TIMEOUT_SECONDS = 1e9
 POOL_CAPACITY_ENV = "PRIME_KERNELS_POOL_CAPACITY_FACTOR"
 SYNCHRONOUS_ENV = "PRIME_KERNELS_SYNCHRONOUS_CHECKS"
 
@@ -66,9 +68,12 @@ def set_device(device: torch.device | str | None) -> None:
     The automatic choice is the device the process group communicates from (gloo alone: CPU; NCCL: the
     current CUDA device), and without a group the current CUDA device where there is one, else the CPU.
     ``$PRIME_KERNELS_DEVICE`` sets the same thing from outside.
+
+    Raises:
+        ValueError: for what names no device.
     """
     global _device
-    _device = None if device is None else torch.device(device)
+    _device = None if device is None else _checked_device(device, "set_device")
 
 
 def get_device() -> torch.device | None:
@@ -76,7 +81,14 @@ def get_device() -> torch.device | None:
     if _device is not None:
         return _device
     name = os.environ.get(DEVICE_ENV)
-    return torch.device(name) if name else None
+    return _checked_device(name, f"${DEVICE_ENV}") if name else None
+
+
+def _checked_device(device: torch.device | str, source: str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{source}: got {device!r}, needs a device such as 'cpu' or 'cuda:0'") from error
 
 
 def set_num_sms(num_sms: int) -> None:
@@ -139,8 +151,11 @@ def _checked_timeout(value: float | str, source: str) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise ValueError(f"{source}: got {value!r}, needs a finite number of seconds above 0")
+    if not 0.0 < seconds <= MAX_TIMEOUT_SECONDS:
+        raise ValueError(
+            f"{source}: got {value!r}, needs a finite number of seconds above 0 and at most "
+            f"{MAX_TIMEOUT_SECONDS:g}"
+        )
     return seconds
 
 
@@ -185,9 +200,14 @@ def set_synchronous_checks(enabled: bool) -> None:
 
     Otherwise calls are asynchronous and a fault is raised by the next call on the buffer, by its ``check()``
     or by its ``destroy()``. Calls captured in a CUDA graph never wait.
+
+    Raises:
+        ValueError: ``enabled`` is no bool; the text "0", for example, would count as true.
     """
     global _synchronous_checks
-    _synchronous_checks = bool(enabled)
+    if not isinstance(enabled, bool):
+        raise ValueError(f"set_synchronous_checks: got {enabled!r}, needs True or False")
+    _synchronous_checks = enabled
 
 
 def get_synchronous_checks() -> bool:

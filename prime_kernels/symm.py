@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import math
 import warnings
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from . import ep, runtime, validation
 from ._dropin import upstream_attribute
+from .checks import check_group, zeroed_bytes
 from .validation import DATA_DTYPES
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ REGION_ALIGNMENT = 128
 UPSTREAM_MMA_TYPE = "fp8xfp4"
 
 _buffers: weakref.WeakValueDictionary[int, SymmBuffer] = weakref.WeakValueDictionary()
-_last_handle = 0
+_handles = itertools.count(1)  # its next() is one step, also with several threads
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ class SymmBuffer:
         activation: str = "swiglu",
         base: SymmBuffer | None = None,
     ) -> None:
+        validation.check_base_type(base)
+        check_group(group)
         self.group = _resolve_group(group, base)
         self.num_experts = num_experts
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -181,10 +185,12 @@ class SymmBuffer:
             assert base.buffer is not None
             device, self.backend = base.buffer.device, base.backend
         validation.check_sizes(self)
-        if self.backend == "reference":
-            self._use_reference(device)
-        else:
-            self._use_sm90(device)
+        # Memory made in inference mode could not be staged into outside of it.
+        with torch.inference_mode(False):
+            if self.backend == "reference":
+                self._use_reference(device)
+            else:
+                self._use_sm90(device)
         self.handle = _register(self)
         logger.info("%s", self)
 
@@ -194,7 +200,7 @@ class SymmBuffer:
         )
         self.num_bytes = regions[-1].end
         if self._base is None:
-            self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+            self.buffer = zeroed_bytes(self.num_bytes, device)
         else:
             validation.check_base_holds(self, self._base)
             self.buffer = self._base.buffer
@@ -337,7 +343,8 @@ def get_symm_buffer_for_mega_moe(
 
 
 def _resolve_group(group: dist.ProcessGroup | None, base: SymmBuffer | None) -> dist.ProcessGroup | None:
-    if group is None and base is not None:
+    # A destroyed base is refused later, after the ranks have compared: it may be alive on others.
+    if group is None and base is not None and not base.destroyed:
         return base.group
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
@@ -349,13 +356,19 @@ def _allocation_device(group: dist.ProcessGroup | None) -> torch.device:
     if device is None:
         with_cuda = torch.cuda.is_available() if group is None else ep.communicates_from_cuda(group)
         device = torch.device("cuda" if with_cuda else "cpu")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise RuntimeError(
+                f"device {device} was chosen for buffers (set_device or ${runtime.DEVICE_ENV}) and torch "
+                f"finds {count} CUDA GPUs; choose one of these or the CPU"
+            )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def _register(buffer: SymmBuffer) -> int:
-    global _last_handle
-    _last_handle += 1
-    _buffers[_last_handle] = buffer
-    return _last_handle
+    handle = next(_handles)
+    _buffers[handle] = buffer
+    return handle

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checks import check_clamp as check_clamp
+from .checks import check_int, check_no_overlap
 from .exchange import MAX_EXPERTS, MAX_RANKS
 from .reference import INTERLEAVE
 
@@ -89,6 +91,8 @@ def check_nvlink_domain(group: dist.ProcessGroup | None, domain: str) -> None:
 
 def is_own_mma_type(mma_type: str) -> bool:
     """Whether buffers of this type are this package's; all others are upstream's."""
+    if not isinstance(mma_type, str):
+        raise ValueError(f"mma_type is {mma_type!r}, needs one of {', '.join(DATA_DTYPES)}")
     return mma_type in DATA_DTYPES or mma_type in PLANNED_MMA_TYPES
 
 
@@ -118,28 +122,27 @@ def check_activation(activation: str) -> None:
         raise ValueError(f"unknown activation {activation!r}; this package has {', '.join(ACTIVATIONS)}")
 
 
-def check_clamp(clamp: float | None) -> None:
-    """ValueError for a clamp that is not above 0."""
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"activation_clamp is {clamp}, needs a value above 0, or None for no clamp")
-
-
 def check_buffer_arguments(buffer: SymmBuffer) -> None:
     """Limits of a buffer's shape; raises ValueError, or RuntimeError for an mma_type without a kernel."""
     check_mma_type(buffer.mma_type)
     check_activation(buffer.activation)
     for name in ("num_experts", "num_max_tokens_per_rank", "num_topk", "hidden", "intermediate_hidden"):
-        _check_int(name, getattr(buffer, name), 1)
-    _check_int("num_shared_experts", buffer.num_shared_experts, 0)
+        check_int(name, getattr(buffer, name), 1)
+    check_int("num_shared_experts", buffer.num_shared_experts, 0)
     if buffer.num_experts % buffer.num_ranks:
         raise ValueError(
             f"num_experts is {buffer.num_experts}, needs a multiple of the group's {buffer.num_ranks} ranks; "
             "change the group or the expert count"
         )
-    if buffer.num_topk > min(buffer.num_experts, MAX_TOPK):
+    check_topk("num_topk", buffer.num_topk, buffer.num_experts)
+
+
+def check_topk(name: str, topk: int, num_experts: int) -> None:
+    """ValueError for more slots than experts, or than the kernels take."""
+    if topk > min(num_experts, MAX_TOPK):
         raise ValueError(
-            f"num_topk is {buffer.num_topk}, at most {min(buffer.num_experts, MAX_TOPK)} is possible "
-            f"(num_experts is {buffer.num_experts}, kernels take up to {MAX_TOPK}); route to fewer experts"
+            f"{name} is {topk}, at most {min(num_experts, MAX_TOPK)} is possible "
+            f"(num_experts is {num_experts}, kernels take up to {MAX_TOPK}); route to fewer experts"
         )
 
 
@@ -151,11 +154,6 @@ def check_sizes(buffer: SymmBuffer) -> None:
         _check_multiple("intermediate_hidden", buffer.intermediate_hidden, multiples.intermediate)
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}, needs an integer of at least {least}")
-
-
 def _check_multiple(name: str, value: int, multiple: int) -> None:
     if value % multiple:
         below, above = value // multiple * multiple, -(-value // multiple) * multiple
@@ -163,6 +161,12 @@ def _check_multiple(name: str, value: int, multiple: int) -> None:
             f"{name} is {value}, bf16xbf16 needs a multiple of {multiple}; use {below or above} or {above}, "
             "or pad the weights with zeros"
         )
+
+
+def check_base_type(base: Any) -> None:
+    """ValueError for a base that is no buffer of this package."""
+    if base is not None and not hasattr(base, "destroyed"):
+        raise ValueError(f"base is a {type(base).__name__}, needs a SymmBuffer, or None to allocate")
 
 
 def check_base(buffer: SymmBuffer, base: SymmBuffer) -> None:
@@ -221,7 +225,7 @@ def check_tma_access(name: str, tensor: Tensor | None) -> None:
 
 def check_fp8_dispatch(use_fp8_dispatch: bool, mma_type: str) -> None:
     """ValueError when the older argument contradicts ``mma_type``."""
-    if use_fp8_dispatch != mma_type.startswith("fp8x"):
+    if is_own_mma_type(mma_type) and use_fp8_dispatch != mma_type.startswith("fp8x"):
         raise ValueError(
             f"use_fp8_dispatch is {use_fp8_dispatch} and mma_type is {mma_type!r}; drop use_fp8_dispatch"
         )
@@ -259,6 +263,15 @@ def check_rows(name: str, tensor: Any, buffer: SymmBuffer) -> int:
             f"with num_max_tokens_per_rank of at least {num_tokens}"
         )
     return num_tokens
+
+
+def check_output(name: str, output: Tensor, buffer: SymmBuffer) -> None:
+    """Memory of its own for each element, and none of it the buffer's."""
+    check_no_overlap(name, output)
+    if output.numel() and output.untyped_storage().data_ptr() == buffer.x.untyped_storage().data_ptr():
+        raise ValueError(
+            f"{name} lies in the buffer, whose memory the call itself uses; pass a tensor of its own memory"
+        )
 
 
 def _brief(value: Any) -> str:
@@ -317,6 +330,8 @@ def check_token_grads(dx: Any, dtopk: Any, num_tokens: int, buffer: SymmBuffer) 
     data, device = DATA_DTYPES[buffer.mma_type], buffer.x.device
     check_tensor("dx", dx, (num_tokens, buffer.hidden), (data,), device)
     check_tensor("dtopk", dtopk, (num_tokens, buffer.num_topk), (wide_dtype(buffer.mma_type),), device)
+    check_output("dx", dx, buffer)
+    check_output("dtopk", dtopk, buffer)
 
 
 def check_weight_grads(dw1: Any, dw2: Any, buffer: SymmBuffer, accumulate: bool) -> None:
@@ -370,6 +385,7 @@ def _check_weight_grad(
         return
     data, wide = DATA_DTYPES[buffer.mma_type], wide_dtype(buffer.mma_type)
     check_tensor(name, grad, shape, (data, wide) if data != wide else (data,), buffer.x.device)
+    check_output(name, grad, buffer)
     if accumulate and grad.dtype != wide:
         raise ValueError(
             f"accumulate is True and {name} is {grad.dtype}, needs {wide} (a framework's main_grad): 16 bits "
@@ -395,3 +411,4 @@ def check_stats(stats: Any, buffer: SymmBuffer) -> None:
     if stats is not None:
         shape, device = (buffer.num_local_experts,), buffer.x.device
         check_tensor("cumulative_local_expert_recv_stats", stats, shape, (torch.int32,), device)
+        check_output("cumulative_local_expert_recv_stats", stats, buffer)

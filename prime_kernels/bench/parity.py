@@ -198,9 +198,19 @@ def _plan(options: argparse.Namespace) -> tuple[list[Case], RankSettings]:
         raise ValueError(
             "--out: the Markdown table needs the package tabulate; pip install 'prime-kernels[cli]'"
         )
+    if options.out is not None and not options.list:
+        _check_folder(options.out)
     if not options.list:
         _check_backend(cases, device_type)
     return cases, RankSettings(runtime.get_backend(), device_type, options.timeout)
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder of --out before the cases run: their results would be lost if it failed after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: {folder} can't be made a folder: {error}; name another") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

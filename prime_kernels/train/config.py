@@ -12,6 +12,8 @@ from pathlib import Path
 HIDDEN_MULTIPLE = 256
 INTERMEDIATE_MULTIPLE = 128
 MAX_TOP_K = 8
+# The generators' own seeds are multiples of this one, in 64 bits.
+MAX_SEED = 2**32 - 1
 
 AT_LEAST_ONE = (
     "steps", "tokens", "seq_len", "layers", "hidden", "intermediate", "heads", "kv_heads", "experts", "topk",
@@ -68,8 +70,11 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup_steps", "weight_decay", "balance", "sample_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must not be negative")
+            if not 0 <= getattr(self, name) < float("inf"):
+                value = getattr(self, name)
+                raise ValueError(f"{_flag(name)} is {value}; it must not be negative, infinite or NaN")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"--seed is {self.seed}; it must be between 0 and {MAX_SEED}")
         for name in ("learning_rate", "clip_norm", "temperature"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be a positive number")

@@ -12,7 +12,7 @@ from ep_cases import TOKENS, Case, assert_right, concatenate, cycle, run_rank
 from gloo_world import GROUP_TIMEOUT, GlooWorld, join_group
 from mega_calls import Outputs, backward, forward, make_buffer, run_both
 
-from prime_kernels import SymmBuffer, ep, runtime, validation
+from prime_kernels import SymmBuffer, bf16_mega_moe, ep, runtime, validation
 
 
 def _unequal_arguments(rank: int, size: int) -> str:
@@ -42,6 +42,19 @@ def _argument_errors(rank: int, size: int) -> None:
     ):
         SymmBuffer(None, size + 1, mma_type="bf16xbf16", **common)
     buffer = SymmBuffer(None, size, mma_type="bf16xbf16", **common)
+    base = SymmBuffer(None, size, mma_type="bf16xbf16", **common)
+    if rank == 0:
+        base.destroy()  # the other ranks must not wait for this one
+    with pytest.raises(ValueError, match=r"base bytes is None on rank\(s\) \[0\]"):
+        SymmBuffer(None, size, mma_type="bf16xbf16", base=base, **common)
+    gone = dist.new_group(list(range(size)))
+    late = SymmBuffer(gone, size, mma_type="bf16xbf16", **common)
+    dist.destroy_process_group(gone)
+    y, gate_up, down = (
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((3, 64), (1, 256, 64), (1, 64, 128))
+    )
+    with pytest.raises(RuntimeError, match="the process group was destroyed; build the buffer anew"):
+        bf16_mega_moe(y, gate_up, down, late)
     group = dist.new_group(list(range(size)))
     with pytest.raises(ValueError, match="a view and its base need the same group"):
         SymmBuffer(group, size, mma_type="bf16xbf16", base=buffer, **common)

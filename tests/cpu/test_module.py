@@ -363,6 +363,34 @@ def test_wrong_inputs(change: Any, error: type[Exception], message: str) -> None
         make_module()(*change(make_batch(2, 3)))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0, needs an integer of at least 1"),
+        ({"top_k": 1.5}, "top_k is 1.5, needs an integer of at least 1"),
+        ({"top_k": 5}, "top_k is 5, at most 4 is possible"),
+        ({"hidden": -64}, "hidden is -64, needs an integer of at least 1"),
+        ({"intermediate": "128"}, "intermediate is '128', needs an integer"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0, needs an integer"),
+        ({"num_shared_experts": -1}, "num_shared_experts is -1, needs an integer of at least 0"),
+        ({"activation_clamp": -1}, "activation_clamp is -1, needs a value above 0"),
+        ({"precision": "fp7"}, "unknown precision 'fp7'; use one of bf16"),
+        ({"dtype": torch.int32}, "dtype is torch.int32, needs a floating-point type"),
+        ({"group": "all"}, "group is 'all', needs a torch.distributed process group"),
+        ({"buffer": "mine"}, "buffer is a str, needs a SymmBuffer"),
+    ],
+)
+def test_arguments_outside_their_limits(change: dict[str, Any], message: str) -> None:
+    arguments = {"num_experts": 4, "top_k": 2, "hidden": 64, "intermediate": 128, "max_tokens_per_rank": 8}
+    with pytest.raises(ValueError, match=message):
+        MegaMoE(**{**arguments, **change})
+
+
+def test_parameters_without_values_are_named() -> None:
+    with pytest.raises(RuntimeError, match=r"on the meta device and hold no values; .* to_empty\(device="):
+        make_module(device="meta")(*make_batch(3))
+
+
 def test_wrong_arguments() -> None:
     buffer = make_buffer(SMALL)
     with pytest.raises(ValueError, match="max_tokens_per_rank and buffer are both None"):

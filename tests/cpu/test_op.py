@@ -339,6 +339,47 @@ def test_another_device() -> None:
         op._stage(make_buffer(SMALL), inputs.x, inputs.topk_idx.to("meta"), inputs.topk_weights)
 
 
+@pytest.mark.parametrize("name", ["x", "topk_idx", "topk_weights", "gate_up", "down"])
+def test_one_tensor_without_values_or_of_another_type(name: str) -> None:
+    """One tensor on the meta device would turn the whole call into one about shapes: y without values."""
+    inputs, buffer = make_inputs(BF16, 3, torch.bfloat16), make_buffer(BF16, torch.bfloat16)
+    arguments = {key: getattr(inputs, key) for key in ("x", "topk_idx", "topk_weights", "gate_up", "down")}
+    with pytest.raises(ValueError, match=r" is on .*, the other tensors on .*; move it there"):
+        mega_moe(**{**arguments, name: arguments[name].to("meta")}, buffer=buffer)
+    with pytest.raises(ValueError, match=f"{name} is a NoneType, needs a tensor"):
+        mega_moe(**{**arguments, name: None}, buffer=buffer)
+
+
+def test_all_tensors_on_meta_are_a_question_of_shapes() -> None:
+    inputs = make_inputs(BF16, 3, torch.bfloat16).map(lambda leaf: leaf.to("meta"))
+    y = mega_moe(
+        inputs.x, inputs.topk_idx.to("meta"), inputs.topk_weights, inputs.gate_up, inputs.down,
+        buffer=make_buffer(BF16, torch.bfloat16),
+    )  # fmt: skip
+    assert y.is_meta
+    assert y.shape == inputs.x.shape
+    y.sum().backward()
+    assert inputs.gate_up.grad is not None
+    assert inputs.gate_up.grad.shape == inputs.gate_up.shape
+
+
+def test_wrong_shared_buffer_and_main_grad() -> None:
+    inputs, buffer = make_inputs(BF16, 3, torch.bfloat16), make_buffer(BF16, torch.bfloat16)
+    arguments = {key: getattr(inputs, key) for key in ("x", "topk_idx", "topk_weights", "gate_up", "down")}
+    gate_up, down = inputs.gate_up[0], inputs.down[0]
+    for shared in ((gate_up,), (gate_up, down, down), gate_up):
+        with pytest.raises(ValueError, match=r"needs the pair \(shared_gate_up, shared_down\), or None"):
+            mega_moe(**arguments, buffer=buffer, shared=shared)
+    with pytest.raises(ValueError, match="shared_down is on meta, the other tensors on cpu"):
+        mega_moe(**arguments, buffer=buffer, shared=(gate_up, down.to("meta")))
+    for other in (None, buffer.handle):
+        with pytest.raises(ValueError, match=r"needs a buffer of mma_type bf16xbf16 .*, got None"):
+            mega_moe(**arguments, buffer=other)
+    inputs.gate_up.main_grad = "main"
+    with pytest.raises(ValueError, match=r"gate_up\.main_grad is a str, needs a torch\.float32 tensor"):
+        mega_moe(**arguments, buffer=buffer)
+
+
 def test_x_inside_the_buffer() -> None:
     inputs = make_inputs(SMALL, 7)
     buffer = make_buffer(SMALL)

@@ -312,6 +312,7 @@ def test_reports_of_a_passing_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--ranks", "1,x"], "--ranks: got '1,x'"),
         (["--ranks", "0"], "--ranks: got 0, needs at least 1"),
         (["--ranks", "7"], "no case is left"),
+        (["--out", __file__], "can't be made a folder"),
         (["--timeout", "0"], "--timeout: got 0"),
         (["--backend", "sm90", "--device", "cpu"], 'backend "sm90" needs an SM90 GPU'),
     ],

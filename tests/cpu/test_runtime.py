@@ -70,10 +70,23 @@ def test_synchronous_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.get_synchronous_checks()
     runtime.set_synchronous_checks(False)
     assert not runtime.get_synchronous_checks()
+    for bad in ("0", 1, None):
+        with pytest.raises(ValueError, match=r"set_synchronous_checks: got .*, needs True or False"):
+            runtime.set_synchronous_checks(bad)
     runtime._synchronous_checks = None
     monkeypatch.setenv(runtime.SYNCHRONOUS_ENV, "yes")
     with pytest.raises(ValueError, match=r"\$PRIME_KERNELS_SYNCHRONOUS_CHECKS: got 'yes', needs 0 or 1"):
         runtime.get_synchronous_checks()
+
+
+def test_device_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bad in ("grass", "", object()):
+        with pytest.raises(ValueError, match=r"set_device: got .*, needs a device such as 'cpu' or 'cuda:0'"):
+            runtime.set_device(bad)
+    assert runtime.get_device() is None
+    monkeypatch.setenv(runtime.DEVICE_ENV, "grass")
+    with pytest.raises(ValueError, match=r"\$PRIME_KERNELS_DEVICE: got 'grass', needs a device"):
+        runtime.get_device()
 
 
 def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +95,8 @@ def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.get_timeout_seconds() == 12.5
     runtime.set_timeout_seconds(3)
     assert runtime.get_timeout_seconds() == 3.0
-    for bad in (0, -1, float("inf"), float("nan"), "soon", None):
-        with pytest.raises(ValueError, match="needs a finite number of seconds above 0"):
+    for bad in (0, -1, float("inf"), float("nan"), 1e30, "soon", None):
+        with pytest.raises(ValueError, match="needs a finite number of seconds above 0 and at most 1e"):
             runtime.set_timeout_seconds(bad)
 
 

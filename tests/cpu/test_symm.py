@@ -212,6 +212,21 @@ def test_types_of_upstream_without_upstream(monkeypatch: pytest.MonkeyPatch) -> 
         SymmBuffer(None, *SHAPE.values())
 
 
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv(runtime.DEVICE_ENV, "cuda:99")
+    with pytest.raises(RuntimeError, match=r"device cuda:99 was chosen .* and torch finds 0 CUDA GPUs"):
+        SymmBuffer(None, 4, 8, 2, 64, 128, mma_type="bf16xbf16")
+
+
+def test_a_buffer_made_in_inference_mode_can_be_staged_outside_of_it() -> None:
+    with torch.inference_mode():
+        buffer = SymmBuffer(None, 4, 8, 2, 64, 128, mma_type="bf16xbf16")
+    buffer.x[:3].copy_(torch.ones(3, 64))
+    assert not buffer.x.is_inference()
+    assert not buffer.topk_idx.is_inference()
+
+
 def test_device_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(runtime.DEVICE_ENV, "cpu")
     assert make_buffer().x.device == torch.device("cpu")

@@ -244,6 +244,14 @@ def test_a_sample_is_safe_to_print() -> None:
     assert printable(b"\x1b[2J\x00\r\t\xff") == "\ufffd[2J\ufffd\ufffd\ufffd\ufffd"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("seed", -1), ("seed", 2**32), ("weight_decay", math.nan), ("balance", math.inf)]
+)
+def test_values_that_no_run_can_use(field: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} is {value}; it must"):
+        TrainConfig(out=tmp_path, **{field: value}).check(ranks=1)
+
+
 def test_the_plotted_loss_is_a_centred_mean() -> None:
     assert moving_mean([4.0, 1.0, 4.0, 10.0, 1.0], radius=1) == pytest.approx([4.0, 3.0, 5.0, 5.0, 1.0])
     ramp = [float(i) for i in range(30)]

@@ -241,6 +241,66 @@ def test_backward_arguments(buffer: SymmBuffer, changes: dict[str, Any], message
         call_backward(buffer, **changes)
 
 
+def test_outputs_whose_elements_share_memory(buffer: SymmBuffer) -> None:
+    shared = r"elements share memory and would overwrite each other; pass memory of its own"
+    row = torch.full((1, HIDDEN), 7, dtype=BF16)
+    with pytest.raises(ValueError, match=r"y has strides \[0, 1\] for shape \[3, 64\]: " + shared):
+        call(buffer, y=row.expand(3, -1))
+    outputs = {
+        "dx": row.expand(3, -1),
+        "dtopk": torch.full((1, TOPK), 7.0).expand(3, -1),
+        "dw1": torch.full((1, 2 * INTER, HIDDEN), 7.0).expand(EXPERTS, -1, -1),
+        # Rows that overlap: each starts one element after the last.
+        "dw2": torch.full((EXPERTS * HIDDEN * INTER,), 7.0).as_strided(
+            (EXPERTS, HIDDEN, INTER), (HIDDEN * INTER, 1, 1)
+        ),
+    }
+    for name, output in outputs.items():
+        with pytest.raises(ValueError, match=f"{name} has strides .*{shared}"):
+            call_backward(buffer, **{name: output})
+
+
+def test_outputs_with_gaps_or_in_another_order_are_accepted(buffer: SymmBuffer) -> None:
+    experts_last = torch.full((2 * INTER, EXPERTS, HIDDEN), 7.0).transpose(0, 1)
+    call_backward(buffer, dw1=experts_last, dw2=torch.full((EXPERTS, HIDDEN + 1, INTER + 1), 7.0)[:, 1:, 1:])
+
+
+def test_outputs_in_the_buffer(buffer: SymmBuffer) -> None:
+    buffer.x.fill_(7)
+    buffer.topk_weights.fill_(7)
+    with pytest.raises(ValueError, match="y lies in the buffer"):
+        call(buffer, y=buffer.x[:3])
+    with pytest.raises(ValueError, match="dx lies in the buffer"):
+        call_backward(buffer, dx=buffer.x[:3])
+    with pytest.raises(ValueError, match="dtopk lies in the buffer"):
+        call_backward(buffer, dtopk=buffer.topk_weights[:3])
+
+
+@pytest.mark.parametrize("clamp", ["1", [1], 1j, True, torch.tensor([1.0, 2.0])])
+def test_clamp_that_is_no_number(buffer: SymmBuffer, clamp: Any) -> None:
+    with pytest.raises(ValueError, match=r"activation_clamp is .*, needs a value above 0"):
+        call(buffer, activation_clamp=clamp)
+
+
+def test_buffers_of_wrong_types_and_sizes() -> None:
+    with pytest.raises(ValueError, match=r"mma_type is \[\], needs one of bf16xbf16"):
+        make_buffer(mma_type=[])
+    with pytest.raises(ValueError, match="base is a str, needs a SymmBuffer"):
+        make_buffer(base="x")
+    with pytest.raises(ValueError, match=r"group is 'x', needs a torch\.distributed process group"):
+        make_buffer(group="x")
+    with pytest.raises(ValueError, match="group is one this process is not a member of"):
+        make_buffer(group=torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    most = 2**31 - 1
+    for name in ("num_experts", "num_max_tokens_per_rank", "hidden", "intermediate_hidden"):
+        with pytest.raises(ValueError, match=rf"{name} is {2**31}, needs an integer of .* at most {most}"):
+            make_buffer(**{name: 2**31})
+    with pytest.raises(RuntimeError, match=r"takes \d+ bytes on cpu, more than can be addressed; lower"):
+        make_buffer(num_max_tokens_per_rank=most, hidden=most, mma_type="f64xf64")
+    with pytest.raises(RuntimeError, match=r"takes \d+ bytes on cpu, which it has not free: .*; lower"):
+        make_buffer(num_max_tokens_per_rank=most, hidden=2**28, mma_type="bf16xbf16")
+
+
 def test_accumulate_without_weight_gradients_is_accepted(buffer: SymmBuffer) -> None:
     call_backward(buffer, accumulate=True, dw1=None, dw2=None)
 
