@@ -68,6 +68,11 @@ def quantize_blocks(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]
     Raises:
         ValueError: M or N is not a multiple of the block.
     """
+    if x.dim() < 2 or min(rows, columns) < 1:
+        raise ValueError(
+            f"x has shape {list(x.shape)} and blocks are {rows} x {columns}; needs [..., M, N] and blocks of at "
+            "least 1 x 1"
+        )
     height, width = x.shape[-2:]
     if height % rows or width % columns:
         raise ValueError(
@@ -145,6 +150,12 @@ def column_quant(x: Tensor, x_sf: Tensor, counts: Tensor, x_t: Tensor, x_t_sf: T
     Raises:
         ValueError: a shape that does not fit, or counts that need more rows than the pool has.
     """
+    for name, tensor, dtype in (("x", x, E4M3), ("x_sf", x_sf, torch.float32), ("x_t", x_t, E4M3),
+                                ("x_t_sf", x_t_sf, torch.float32)):  # fmt: skip
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, needs {dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}, needs [C, H]")
     capacity, hidden = x.shape
     tile_scales = (capacity // BLOCK, hidden // BLOCK)
     column_scales = (capacity // BLOCK, hidden)
@@ -157,6 +168,11 @@ def column_quant(x: Tensor, x_sf: Tensor, counts: Tensor, x_t: Tensor, x_t_sf: T
         )
     if x_t.shape != (capacity * hidden,):
         raise ValueError(f"x_t has shape {list(x_t.shape)}, needs [{capacity * hidden}] (C * H)")
+    if x_sf.shape != (capacity, hidden // BLOCK):
+        wanted = [capacity, hidden // BLOCK]
+        raise ValueError(f"x_sf has shape {list(x_sf.shape)}, needs {wanted} (C, H / {BLOCK})")
+    if counts.dim() != 1 or counts.is_floating_point() or (counts < 0).any():
+        raise ValueError(f"counts is {counts.dtype} {counts.tolist()}, needs [El] integers of at least 0")
     padded = padded_counts(counts)
     total = int(padded.sum())
     if total > capacity:

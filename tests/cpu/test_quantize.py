@@ -238,11 +238,26 @@ def test_column_quant_refuses() -> None:
         qz.column_quant(x, x_sf, counts, flat[:7], torch.empty(2, 128))
     with pytest.raises(ValueError, match=r"x is 100 x 128, needs multiples of 128"):
         qz.column_quant(x[:100], x_sf[:100], counts, flat, torch.empty(2, 128))
+    # Each of these would give wrong numbers without an error.
+    out = torch.empty(2, 128)
+    with pytest.raises(ValueError, match=r"x_sf has shape \[256, 2\], needs \[256, 1\]"):
+        qz.column_quant(x, x_sf.expand(-1, 2), counts, flat, out)
+    for bad in (torch.tensor([-1, 50]), torch.tensor([1.5]), torch.tensor([[1], [2]])):
+        with pytest.raises(ValueError, match=r"counts is torch\.\w+ .*, needs \[El\] integers of at least 0"):
+            qz.column_quant(x, x_sf, bad, flat, out)
+    with pytest.raises(ValueError, match=r"x is torch\.float32, needs torch\.float8_e4m3fn"):
+        qz.column_quant(x.float(), x_sf, counts, flat, out)
+    with pytest.raises(ValueError, match=r"x_t is torch\.bfloat16, needs torch\.float8_e4m3fn"):
+        qz.column_quant(x, x_sf, counts, flat.bfloat16(), out)
 
 
 def test_matrix_that_does_not_divide() -> None:
     with pytest.raises(ValueError, match="4 x 100 does not divide into blocks of 1 x 128"):
         qz.quantize_rows(torch.ones(4, 100))
+    with pytest.raises(ValueError, match=r"x has shape \[128\] and blocks are 1 x 128; needs \[\.\.\., M, N\]"):
+        qz.quantize_rows(torch.ones(128))
+    with pytest.raises(ValueError, match=r"blocks are 0 x 1; needs .* blocks of at least 1 x 1"):
+        qz.quantize_blocks(torch.ones(4, 4), 0, 1)
 
 
 def test_fake_quantize_pads() -> None:
