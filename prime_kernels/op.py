@@ -142,6 +142,9 @@ def mega_moe(
             backward, ``create_graph=True``.
     """
     _check_precision(precision, getattr(buffer, "mma_type", None))
+    if not isinstance(buffer, SymmBuffer):
+        # The ops take handles, and another copy of this package counts its own.
+        raise ValueError(f"buffer is a {type(buffer).__module__}.{type(buffer).__name__}, needs {SymmBuffer}")
     check_keep(keep)
     check_tensors(None, x=x, topk_idx=topk_idx, topk_weights=topk_weights, gate_up=gate_up, down=down)
     shared_gate_up, shared_down = _shared_pair(shared, x)

@@ -70,8 +70,8 @@ def quantize_blocks(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]
     """
     if x.dim() < 2 or min(rows, columns) < 1:
         raise ValueError(
-            f"x has shape {list(x.shape)} and blocks are {rows} x {columns}; needs [..., M, N] and blocks of at "
-            "least 1 x 1"
+            f"x has shape {list(x.shape)} and blocks are {rows} x {columns}; needs [..., M, N] and blocks of "
+            "at least 1 x 1"
         )
     height, width = x.shape[-2:]
     if height % rows or width % columns:

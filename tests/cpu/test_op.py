@@ -472,6 +472,9 @@ def test_a_second_copy_of_the_package_has_its_own_ops() -> None:
         y.sum().backward()
         assert_all_close(inputs.grads(), expected(inputs, torch.ones_like(y))[1], EXACT)
         backward(inputs, make_buffer(SMALL), torch.ones_like(y))
+        # Its handle may be that of another buffer here, which the call would use without a word.
+        with pytest.raises(ValueError, match=r"buffer is a another_kernels\.symm\.SymmBuffer, needs"):
+            call(inputs, buffer)
     finally:
         sys.meta_path[:] = finders
         for module in [module for module in sys.modules if module.partition(".")[0] == name]:

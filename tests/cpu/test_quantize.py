@@ -254,7 +254,7 @@ def test_column_quant_refuses() -> None:
 def test_matrix_that_does_not_divide() -> None:
     with pytest.raises(ValueError, match="4 x 100 does not divide into blocks of 1 x 128"):
         qz.quantize_rows(torch.ones(4, 100))
-    with pytest.raises(ValueError, match=r"x has shape \[128\] and blocks are 1 x 128; needs \[\.\.\., M, N\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[128\] and blocks are 1 x 128; needs"):
         qz.quantize_rows(torch.ones(128))
     with pytest.raises(ValueError, match=r"blocks are 0 x 1; needs .* blocks of at least 1 x 1"):
         qz.quantize_blocks(torch.ones(4, 4), 0, 1)
