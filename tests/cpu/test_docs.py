@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -27,7 +28,11 @@ COMMAND = "python -m prime_kernels "
 
 
 def marks_of(block: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.compile] if "compile_kernel" in block else []
+    marks = [pytest.mark.compile] if "compile_kernel" in block else []
+    if "from transformers" in block:
+        missing = importlib.util.find_spec("transformers") is None
+        marks.append(pytest.mark.skipif(missing, reason="needs Transformers 5"))
+    return marks
 
 
 def blocks(language: str, pages: list[Path]) -> list[object]:
