@@ -122,19 +122,26 @@ def allocate_main_grads(experts: nn.Module, dtype: torch.dtype = torch.float32) 
                 "freeze both or neither"
             )
         if w1.requires_grad:
-            experts_count, inter, hidden = _plain(w1).shape
-            shape = (experts_count, 2 * inter, hidden)
-            whole = torch.zeros(shape, dtype=dtype, device=w1.device)
-            for parameter, half in zip((w1, w3), whole.split(inter, dim=1), strict=True):
-                setattr(half, _WHOLE, whole)
+            for parameter, half in zip((w1, w3), gate_up_accumulator(w1, dtype), strict=True):
                 parameter.main_grad = half  # type: ignore[attr-defined]
     for parameter in parameters.values():
         if parameter.requires_grad:
-            main_grad = torch.zeros(_plain(parameter).shape, dtype=dtype, device=parameter.device)
+            main_grad = torch.zeros(local_tensor(parameter).shape, dtype=dtype, device=parameter.device)
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def gate_up_accumulator(gate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Zeroed accumulators of w1 and w3, halves of one tensor; ``gate`` is w1, of which DTensors are local."""
+    experts, inter, hidden = local_tensor(gate).shape
+    whole = torch.zeros((experts, 2 * inter, hidden), dtype=dtype, device=gate.device)
+    gate_half, up_half = whole.split(inter, dim=1)
+    for half in (gate_half, up_half):
+        setattr(half, _WHOLE, whole)
+    return gate_half, up_half
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, outside of autograd; other tensors as they are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
