@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from gloo_world import GlooWorld
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from prime_kernels.module import release_buffers
 
@@ -460,7 +463,7 @@ def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # ---- expert parallel
 
 
-def _expert_parallel(rank: int, size: int) -> None:
+def _expert_parallel(rank: int, size: int, folder: Path) -> None:
     reference = make_model(mixtral(num_experts_per_tok=TOP_K, router_aux_loss_coef=0.0))
     model = copy.deepcopy(reference)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
@@ -481,6 +484,12 @@ def _expert_parallel(rank: int, size: int) -> None:
             weight = getattr(module, name)
             assert weight.to_local().shape[0] == EXPERTS // size
             assert distance(weight.grad.full_tensor(), getattr(twin, name).grad) < FP32_TOLERANCE
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model.save_pretrained(folder, state_dict=whole)  # by the first rank alone, as the library does
+    dist.barrier()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for parameter, twin in zip(loaded.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter, twin)
     with torch.no_grad():
         for module in experts_of(model):
             module.down_proj.mul_(2)
@@ -494,5 +503,32 @@ def _expert_parallel(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2], indirect=True, ids=["2ranks"])
-def test_expert_parallel(world: GlooWorld) -> None:
-    world.run(_expert_parallel)
+def test_expert_parallel(world: GlooWorld, tmp_path: Path) -> None:
+    world.run(_expert_parallel, tmp_path)
+
+
+def _sharded(rank: int, size: int) -> None:
+    """FSDP2 over data parallel ranks, each with all experts."""
+    alone = [dist.new_group([member]) for member in range(size)][rank]
+    reference = make_model(qwen3())
+    model = copy.deepcopy(reference)
+    apply(model, alone, max_tokens_per_rank=TOKENS)
+    mesh = DeviceMesh("cpu", list(range(size)))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for member in range(size):
+        expected = reference(**make_batch(member))
+        (expected.loss / size).backward()
+        if member == rank:
+            output = model(**make_batch(member))
+            output.loss.backward()
+            assert distance(output.logits, expected.logits) < FP32_TOLERANCE
+    for (name, parameter), twin in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert distance(parameter.grad.full_tensor(), twin.grad) < FP32_TOLERANCE, name
+    release_buffers()
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids=["2ranks"])
+def test_fully_sharded(world: GlooWorld) -> None:
+    world.run(_sharded)
