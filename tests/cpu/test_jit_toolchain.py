@@ -138,10 +138,22 @@ def test_toolkit_of_cuda_home_with_cccl_in_a_folder_of_its_own(nothing_installed
 HIDE_TOOLKITS = "from prime_kernels.jit import toolchain\ntoolchain.toolkit_roots = list\n"
 
 
+# A torch built for CUDA brings NVRTC into the process, wherever its packages lie: hide it where cuda-bindings asks.
+HIDE_NVRTC = """
+from cuda import pathfinder
+def find_nothing(name):
+    raise pathfinder.DynamicLibNotFoundError(f"{name} is hidden")
+pathfinder.load_nvidia_dynamic_lib = find_nothing
+"""
+
+
 def test_process_without_any_cuda_package(tmp_path):
     packages = site_packages_without(tmp_path / "packages", "nvidia")
     output, _ = run_python(
-        HIDE_TOOLKITS + "if toolchain.nvrtc_version(): raise SystemExit('found')\n" + REPORT,
+        HIDE_NVRTC
+        + HIDE_TOOLKITS
+        + "if toolchain.nvrtc_version(): raise SystemExit('found')\n"
+        + REPORT,
         site=False,
         environment={"PYTHONPATH": f"{REPOSITORY}:{packages}", "PATH": ""},
     )
@@ -240,11 +252,16 @@ def test_shipped_cubin_is_looked_up_first(tmp_path, monkeypatch):
 
 
 def test_import_loads_no_driver_no_compiler_and_creates_no_context():
-    code = """
-import prime_kernels, prime_kernels.jit, prime_kernels.warmup, prime_kernels.doctor
-import torch
+    """Nothing beyond what `import torch` brings by itself: a torch built for CUDA is linked to NVRTC."""
+    report = """
+import sys, torch
 maps = open("/proc/self/maps").read()
-print([name for name in ("libcuda.so", "libnvrtc.so") if f"/{name}" in maps], torch.cuda.is_initialized())
+print([name for name in ("libcuda.so", "libnvrtc.so") if f"/{name}" in maps])
+print(sorted(name for name in sys.modules if name.startswith("cuda.")))
+print(torch.cuda.is_initialized())
 """
-    output, _ = run_python(code)
-    assert output.strip() == "[] False"
+    ours = "import prime_kernels, prime_kernels.jit, prime_kernels.warmup, prime_kernels.doctor\n"
+    alone, _ = run_python(report)
+    output, _ = run_python(ours + report)
+    assert output == alone
+    assert output.splitlines()[-1] == "False"
