@@ -36,6 +36,9 @@ torch_of() {
 
 make_venv() {
     local base="${PYTHON:-python3}" version options=()
+    if [[ "$root" == *[[:space:]]* ]]; then
+        say "note: the path $root has a space; torch.compile's inductor cannot link with a torch in it (all else works)"
+    fi
     if "$venv_python" -m pip --version >/dev/null 2>&1; then
         say "environment: $venv (kept)"
     else
@@ -66,8 +69,9 @@ install_torch() {
 }
 
 # The extra that brings NVRTC and its headers for the CUDA release torch was built with.
+# (-W: torch warns of a missing NumPy, which installing the package brings.)
 cuda_extra() {
-    "$venv_python" -c 'import torch; print("cu12" if (torch.version.cuda or "13").startswith("12") else "cu13")'
+    "$venv_python" -W ignore -c 'import torch; print("cu12" if (torch.version.cuda or "13").startswith("12") else "cu13")'
 }
 
 # What an installation depends on: when it is unchanged, a second run needs no network.

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +29,21 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 TOLERANCE = 1e-10
-# inductor builds C++ for the CPU.
+
+
+def why_no_inductor(torch_file: str) -> str | None:
+    """The reason to skip where torch is installed as `torch_file`, or None. inductor builds C++ for the CPU."""
+    if shutil.which("g++") is None:
+        return "inductor needs g++"
+    folder = Path(torch_file).parent
+    if any(character.isspace() for character in str(folder)):
+        return f"inductor's linker line breaks at the space in torch's own path, {folder}"
+    return None
+
+
+NO_INDUCTOR = why_no_inductor(torch.__file__)
 INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+    "inductor", marks=pytest.mark.skipif(NO_INDUCTOR is not None, reason=NO_INDUCTOR or "")
 )
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 
@@ -212,6 +225,14 @@ def test_autocast(backend: str) -> None:
     for grad, same in zip(layer.grads(), eager.grads(), strict=True):
         assert grad.dtype == torch.float32
         assert torch.equal(grad, same)
+
+
+def test_inductor_is_skipped_where_torch_lies_below_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert why_no_inductor("/srv/env/torch/__init__.py") is None
+    reason = why_no_inductor("/srv/a folder/torch/__init__.py")
+    assert reason is not None
+    assert "/srv/a folder/torch" in reason
 
 
 def test_errors_arrive() -> None:

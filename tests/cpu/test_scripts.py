@@ -90,6 +90,17 @@ def test_quickstart_on_a_fresh_machine(checkout: Checkout) -> None:
     ]
 
 
+def test_a_path_with_a_space_is_noted(checkout: Checkout) -> None:
+    done, _ = checkout.run("quickstart.sh")
+    assert done.stdout.count(f"note: the path {checkout.root} has a space; torch.compile's inductor") == 1
+    plain = checkout.root.with_name("checkout")
+    checkout.root.rename(plain)
+    checkout.root = plain
+    done, _ = checkout.run("quickstart.sh")
+    assert done.returncode == 0, done.stderr
+    assert "note:" not in done.stdout
+
+
 def test_a_second_run_installs_nothing(checkout: Checkout) -> None:
     checkout.run("quickstart.sh")
     done, calls = checkout.run("quickstart.sh")
