@@ -67,8 +67,15 @@ if ((${#aot[@]})); then
     (cd "$work/source" && "$python" -m prime_kernels warmup --aot-dir prime_kernels/_aot "${aot[@]}")
 fi
 
+# build SOURCE: its wheel goes to the output folder, and the script tells its path.
 build() {
-    "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$output" "$1"
+    local built name
+    built="$(mktemp -d -p "$work")"
+    "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$built" "$1"
+    name="$(basename "$built"/*.whl)"
+    mkdir -p "$output"
+    mv "$built/$name" "$output/$name"
+    printf 'wheel: %s (%s bytes)\n' "$output/$name" "$(wc -c <"$output/$name")"
 }
 
 build "$work/source"
@@ -97,5 +104,3 @@ packages = ["deep_gemm"]
 TOML
     build "$work/shim"
 fi
-
-ls -l "$output"/*.whl

@@ -27,7 +27,12 @@ def build(output: Path, *arguments: str) -> list[Path]:
         [BUILD, "--output", output, *arguments], capture_output=True, text=True, env=environment, check=False
     )
     assert result.returncode == 0, result.stderr
-    return sorted(output.glob("*.whl"))
+    wheels = sorted(output.glob("*.whl"))
+    told = [line for line in result.stdout.splitlines() if line.startswith("wheel: ")]
+    assert sorted(told) == sorted(
+        f"wheel: {path} ({path.stat().st_size} bytes)" for path in wheels
+    )
+    return wheels
 
 
 @pytest.fixture(scope="module")
