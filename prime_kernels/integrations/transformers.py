@@ -11,19 +11,19 @@ Router (scores, top-k, normalisation, scaling, auxiliary loss) and shared expert
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from ..module import MegaMoE
 from ..op import NAMESPACE, _check_precision
 from ..validation import DATA_DTYPES, wide_dtype
+from .expert_sharding import check_can_shard, gather_experts, shard_experts
 
 REQUIREMENT = "transformers>=5.17,<6"
 
@@ -178,10 +178,10 @@ def apply(
         except ValueError as error:
             raise ValueError(f"{name} ({type(module).__name__}): {error}") from error
         if made[name].num_local_experts < made[name].num_experts:
-            _check_can_shard(name, module)
+            check_can_shard(name, module, _WEIGHTS)
     for name, module in found.items():
         if made[name].num_local_experts < made[name].num_experts:
-            _shard(module, group, made[name].num_local_experts)
+            shard_experts(module, _WEIGHTS, group, made[name].num_local_experts)
         # Not by setattr, which would make the experts a submodule, with entries in the state dict.
         vars(module)[_SWITCHED] = made[name]
         module.config = copy.copy(module.config)
@@ -204,7 +204,7 @@ def revert(model: nn.Module) -> list[str]:
     for _, module in switched:
         experts: _Experts = getattr(module, _SWITCHED)
         if experts.num_local_experts < experts.num_experts:
-            _replace_weights(module, lambda weight: weight.full_tensor())
+            gather_experts(module, _WEIGHTS)
         module.config = experts.library_config
         delattr(module, _SWITCHED)
     return [name for name, _ in switched]
@@ -267,36 +267,3 @@ def _why_not(module: Any) -> list[str]:
             known = ", ".join(str(dtype) for dtype in DATA_DTYPES.values())
             reasons.append(f"its {name} is {weight.dtype}, needs {known}")
     return reasons
-
-
-def _check_can_shard(name: str, module: nn.Module) -> None:
-    for weight in _WEIGHTS:
-        value = getattr(module, weight)
-        if isinstance(value, DTensor) or value.is_meta:
-            kind = "sharded already" if isinstance(value, DTensor) else "on the meta device"
-            raise ValueError(
-                f"{name}.{weight} is {kind}, and apply() shards whole weights that hold values over the "
-                "group; call it after loading the model and before fully_shard"
-            )
-
-
-def _shard(module: Any, group: dist.ProcessGroup | None, num_local: int) -> None:
-    """Keep this rank's experts of each weight, as a DTensor of the whole weight's shape."""
-    device_type = module.gate_up_proj.device.type
-    if group is None:
-        group = dist.group.WORLD
-        assert group is not None  # several ranks have a default group
-    mesh = DeviceMesh.from_group(group, device_type)
-    first = mesh.get_local_rank() * num_local
-
-    def shard(weight: Tensor) -> Tensor:
-        mine = weight[first : first + num_local].clone()
-        return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
-
-    _replace_weights(module, shard)
-
-
-def _replace_weights(module: nn.Module, change: Callable[[Any], Tensor]) -> None:
-    for name in _WEIGHTS:
-        weight = getattr(module, name)
-        setattr(module, name, nn.Parameter(change(weight.detach()), requires_grad=weight.requires_grad))

@@ -32,6 +32,11 @@ def marks_of(block: str) -> list[pytest.MarkDecorator]:
     if "from transformers" in block:
         missing = importlib.util.find_spec("transformers") is None
         marks.append(pytest.mark.skipif(missing, reason="needs Transformers 5"))
+    if "from torchtitan" in block:
+        # Not by its name alone: it can be installed without what its MoE module imports.
+        needs = ("torchtitan", "spmd_types", "tyro", "docstring_parser", "triton")
+        missing = any(importlib.util.find_spec(name) is None for name in needs)
+        marks.append(pytest.mark.skipif(missing, reason="needs TorchTitan and what it imports"))
     return marks
 
 
