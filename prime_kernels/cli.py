@@ -15,12 +15,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from . import extras
+
 PACKAGE = __package__ or "prime_kernels"
 
 # What the optional extra `cli` installs. A command that misses one of these is answered with the line that
 # installs them; any other import error is a fault of ours and is shown as it is.
-CLI_EXTRA_MODULES = frozenset({"tqdm", "matplotlib", "tabulate"})
-CLI_EXTRA_INSTALL = "pip install 'prime-kernels[cli]'"
+CLI_EXTRA_MODULES = frozenset(extras.names("cli"))
+CLI_EXTRA_INSTALL = extras.pip_line("cli")
 
 EXIT_OK = 0
 EXIT_USAGE = 2

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from . import extras
 from ._dropin import MANIFEST
 from ._version import __version__
 
@@ -30,7 +31,6 @@ EXIT_MISSING = 1
 
 MINIMUM_PYTHON = (3, 10)
 MINIMUM_TORCH = Version("2.9")
-CLI_PACKAGES = ("tqdm", "matplotlib", "tabulate")
 # A kernel that uses the prelude and nothing else: proves that NVRTC and its headers work together.
 PROBE_CODE = '#include <cuda_bf16.h>\nextern "C" __global__ void probe(__nv_bfloat16* x) { *x = 1.0f; }\n'
 PROBE_ARCH = "sm_90a"
@@ -195,21 +195,31 @@ def _driver_fits_row() -> list[Row]:
     if version is None or supported[0] >= version[0]:
         return []
     detail = f"NVRTC {version[0]}.{version[1]} is newer than the driver (CUDA {supported[0]}.{supported[1]})"
-    fix = "update the driver, or: pip install 'prime-kernels[cu12]' 'cuda-python>=12.9,<13'"
+    older = version[0] - 1
+    packages = [toolchain.NVRTC_PACKAGES[older], *(c.pip_package(older) for c in toolchain.HEADER_COMPONENTS)]
+    line = toolchain.pip_install_line(packages, None, older)
+    fix = f"update the driver, or: {line} 'cuda-python>=12.9,<{version[0]}'"
     return [Row("driver and NVRTC", MISSING, detail, fix)]
 
 
 def _kernel_rows() -> list[Row]:
-    from .registry import AVAILABLE, status
+    """Without a usable device every kernel has the same reason, which the driver's row has told."""
+    from .registry import AVAILABLE, NO_DEVICE, status
 
-    return [Row(name, OK if text == AVAILABLE else NOTE, text) for name, text in status().items()]
+    rows = []
+    for name, text in status().items():
+        need, no_device, _ = text.partition(NO_DEVICE)
+        detail = f"{need}and there is no GPU" if no_device else text
+        rows.append(Row(name, OK if text == AVAILABLE else NOTE, detail))
+    return rows
 
 
 def _extra_rows() -> list[Row]:
-    absent = [name for name in CLI_PACKAGES if _version(name) is None]
+    packages = extras.names("cli")
+    absent = [name for name in packages if _version(name) is None]
     if not absent:
-        return [Row("extra [cli]", OK, ", ".join(CLI_PACKAGES))]
-    return [Row("extra [cli]", NOTE, f"without {', '.join(absent)}", "pip install 'prime-kernels[cli]'")]
+        return [Row("extra [cli]", OK, ", ".join(packages))]
+    return [Row("extra [cli]", NOTE, f"without {', '.join(absent)}", extras.pip_line("cli"))]
 
 
 def diagnose() -> tuple[list[Row], int]:

@@ -13,6 +13,7 @@ from ._dropin import MANIFEST
 from ._version import __version__
 
 AVAILABLE = "available"
+NO_DEVICE = "and there is no usable CUDA device"
 VENDOR_FIX = "reinstall the package, or run scripts/vendor_deepgemm.py in its source tree"
 
 
@@ -96,7 +97,7 @@ def _device_problem(info: KernelInfo) -> str | None:
         major = driver.device_attribute(device, "COMPUTE_CAPABILITY_MAJOR")
         minor = driver.device_attribute(device, "COMPUTE_CAPABILITY_MINOR")
     except RuntimeError as error:
-        return f"{needed}, and there is no usable CUDA device: {error}"
+        return f"{needed}, {NO_DEVICE}: {error}"
     if (major, minor) != info.capability:
         return f"{needed}, and device {device} is SM{major}{minor}"
     return None

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from .. import runtime
+from .. import extras, runtime
 from .cases import PRECISIONS, ROUTINGS, SHAPES, VARIANTS, Case, build_matrix
 from .judge import CaseVerdict, judge_case
 from .ranks import LAUNCHERS, CaseRun, RankSettings
@@ -196,7 +196,7 @@ def _plan(options: argparse.Namespace) -> tuple[list[Case], RankSettings]:
         raise ValueError(f"--timeout: got {options.timeout:g}, needs a number of seconds above 0")
     if options.out is not None and importlib.util.find_spec("tabulate") is None:
         raise ValueError(
-            "--out: the Markdown table needs the package tabulate; pip install 'prime-kernels[cli]'"
+            f"--out: the Markdown table needs the package tabulate; {extras.pip_line('cli')}"
         )
     if options.out is not None and not options.list:
         _check_folder(options.out)

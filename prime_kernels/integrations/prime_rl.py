@@ -6,7 +6,7 @@
     type = "mega_moe"
     precision = "bf16"
 
-Needs pydantic, which ``pip install "prime-kernels[integrations]"`` brings.
+Needs pydantic 2 (the extra ``integrations``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import ep, runtime
+from .. import ep, extras, runtime
 from .._version import __version__
 from ..module import mma_type_of, resolve_group, shared_buffer
 from ..op import mega_moe
@@ -32,7 +32,7 @@ try:
     from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 except ImportError as error:
     raise ImportError(
-        f'{__name__} needs pydantic 2: pip install "prime-kernels[integrations]"'
+        f"{__name__} needs pydantic 2: {extras.pip_line('integrations')}"
     ) from error
 
 #: Where the framework's config file holds the fields of :class:`MegaMoEDispatchConfig`.

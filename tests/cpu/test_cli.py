@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
-from prime_kernels import cli
+from prime_kernels import cli, extras
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPO = Path(__file__).resolve().parents[2]
 EXTRA_MODULES = sorted(cli.CLI_EXTRA_MODULES)
 
 
@@ -105,6 +114,22 @@ def test_missing_extra_is_one_message_with_the_pip_line() -> None:
         assert cli.CLI_EXTRA_INSTALL in done.stderr
         assert repr(module) in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("extra", sorted(extras.EXTRAS))
+def test_extras_are_those_of_the_project_file(extra: str) -> None:
+    """Messages name the packages: the extra's name helps only where the package is on an index."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert list(extras.EXTRAS[extra]) == project["optional-dependencies"][extra]
+    assert extras.pip_line(extra) == "pip install " + " ".join(f"'{text}'" for text in extras.EXTRAS[extra])
+    assert all(importlib.util.find_spec(name) is not None for name in extras.names(extra))
+
+
+def test_no_message_installs_this_package_from_an_index() -> None:
+    sources = [*(REPO / "prime_kernels").rglob("*.py"), *(REPO / "docs").glob("*.md"), REPO / "README.md"]
+    assert len(sources) > 50
+    line = re.compile(r"pip install [^\n]*prime-kernels")
+    assert not [str(path) for path in sources if line.search(path.read_text())]
 
 
 def test_other_import_errors_are_shown_as_they_are(

@@ -101,8 +101,24 @@ def test_driver_older_than_the_compiler(monkeypatch):
     (row,) = doctor._driver_fits_row()
     assert row.state == doctor.MISSING
     assert "NVRTC 13.0 is newer than the driver (CUDA 12.8)" in row.detail
+    packages = ("nvrtc", "cccl", "runtime", "nvcc")
+    words = " ".join(f"'nvidia-cuda-{package}-cu12==12.*'" for package in packages)
+    assert row.fix == f"update the driver, or: pip install {words} 'cuda-python>=12.9,<13'"
     monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
     assert doctor._driver_fits_row() == []
+
+
+def test_a_missing_driver_is_explained_once(monkeypatch, capsys):
+    from prime_kernels.jit import driver
+
+    def missing():
+        raise RuntimeError("no driver, planted")
+
+    monkeypatch.setattr(driver, "driver", missing)
+    cli.main(["doctor"])
+    printed = capsys.readouterr().out
+    assert printed.count("no driver, planted") == 1
+    assert printed.count("needs an SM90 GPU (Hopper), and there is no GPU\n") > 1
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_file_without_the_table(document: dict[str, Any], message: str) -> Non
 def test_without_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydantic", None)
     monkeypatch.delitem(sys.modules, prime_rl.__name__)
-    with pytest.raises(ImportError, match=r'needs pydantic 2: pip install "prime-kernels\[integrations\]"'):
+    with pytest.raises(ImportError, match=r"needs pydantic 2: pip install 'pydantic>=2\.7'"):
         importlib.import_module(prime_rl.__name__)
 
 
