@@ -141,6 +141,8 @@ def _run(config: TrainConfig, corpus: Corpus, parallel: Parallel, backend: Backe
         paths = report.write(config.out, record, history, corpus, title)
         _print_results(trainer, sample, seconds, check)
         print("wrote " + ", ".join(str(path) for path in paths), flush=True)
+    # A rank that leaves first with a failure has torchrun end rank 0 before it has written its files.
+    parallel.barrier()
     return EXIT_OK if check.passed else EXIT_FAILED
 
 
@@ -176,6 +178,14 @@ def _make_writable(folder: Path) -> None:
         raise ValueError(f"--out {folder} is not writable; choose another folder")
 
 
+def _refuse(error: Exception) -> None:
+    """The reason, from every rank: torchrun ends all as soon as any of them has failed."""
+    rank = f"rank {environment_rank()}: " if environment_ranks() > 1 else ""
+    # One write, so that the lines of two ranks do not run into each other.
+    sys.stderr.write(f"{PROG}: {rank}{error}\n")
+    sys.stderr.flush()
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command with the words after `train`.
 
@@ -185,16 +195,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         corpus, device, backend = _prepare(config)
     except (ValueError, CorpusError, RuntimeError) as error:
-        if environment_rank() == 0:
-            print(f"{PROG}: {error}", file=sys.stderr)
+        _refuse(error)
         return EXIT_USAGE
     torch.manual_seed(config.seed)
     parallel = start(device)
     try:
         return _run(config, corpus, parallel, backend)
     except FloatingPointError as error:
-        if parallel.is_main:
-            print(f"{PROG}: {error}", file=sys.stderr)
+        _refuse(error)
         return EXIT_FAILED
     finally:
         stop(parallel)

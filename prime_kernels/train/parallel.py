@@ -48,6 +48,11 @@ class Parallel:
             dist.broadcast(tensor, src=0, group=self.group)
         return tensor
 
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by its maximum over the ranks."""
         if self.group is not None:

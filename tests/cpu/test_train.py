@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -236,4 +237,38 @@ def test_two_processes_refuse_experts_they_cannot_share(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode != 0
-    assert done.stderr.count("--experts 5 cannot be spread evenly over 2 ranks") == 1
+    # The first rank that fails makes torchrun end the others, with or without their line.
+    lines = [line for line in done.stderr.splitlines() if "--experts 5 cannot be spread evenly" in line]
+    told = {line.partition("--experts")[0] for line in lines}
+    assert told
+    assert told <= {f"{job.PROG}: rank {rank}: " for rank in range(2)}
+    assert len(told) == len(lines)
+
+
+WRONG_AND_SLOW_TO_WRITE = """
+import sys, time
+from prime_kernels.train import job, report
+from prime_kernels.train.gradcheck import GradientCheck
+
+def write(*arguments, genuine=report.write):
+    time.sleep(2)
+    return genuine(*arguments)
+
+report.write = write
+GradientCheck.passed = property(lambda self: False)
+sys.exit(job.main(sys.argv[1:]))
+"""
+
+
+def test_two_processes_that_fail_still_write_and_say_everything(tmp_path: Path) -> None:
+    """Rank 1 knows of the failure before rank 0 has written; torchrun ends both when one leaves."""
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG_AND_SLOW_TO_WRITE)
+    command = [*TORCHRUN[:-2], script, *TINY, "--steps", "1", "--out", tmp_path / "out"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(Path(job.__file__).resolve().parents[2])},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert (tmp_path / "out" / "run.json").exists(), done.stderr
+    assert done.stdout.count("final gradients DO NOT MATCH") == 1
