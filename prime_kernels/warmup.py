@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,14 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 # Width of the name column in the report.
-NAME_WIDTH = 34
+NAME_WIDTH = 54
+
+# What tells kernels of one name apart, by how their C++ names begin and go on.
+_MEGA_MOE_ENTRY = re.compile(r"::(?:Forward|Backward)Config<(\d+), (\d+), (true|false), (true|false),")
+_VENDORED_ENTRY = re.compile(r"_mega_moe_impl<\d+u, (\d+)u, (\d+)u,")
+_GEMM_ENTRY = re.compile(
+    r"::sm90_bf16_gemm_impl<[\w:]+, [\w:]+, (\d+), (\d+), (\d+),.*, (true|false), [\w:]+>$"
+)
 
 
 def _takes_all(_: ModelShape) -> None:
@@ -160,6 +168,22 @@ def write_aot(
     ]
 
 
+def describe(source: KernelSource) -> str:
+    """The kernel's name and what it is compiled for; sizes that come with a launch are left out."""
+    details: list[str] = []
+    if match := _MEGA_MOE_ENTRY.search(source.entry):
+        hidden, intermediate, clamped, kept_z = match.groups()
+        details = [f"H {hidden}", f"I {intermediate}"]
+        details += ["clamped"] if clamped == "true" else []
+        details += ["z kept"] if kept_z == "true" else []
+    elif match := _VENDORED_ENTRY.search(source.entry):
+        details = [f"H {match[1]}", f"I {match[2]}"]
+    elif match := _GEMM_ENTRY.search(source.entry):
+        details = [f"{dim} {match[index]}" for index, dim in enumerate("MNK", 1) if match[index] != "0"]
+        details += ["added to C"] if match[4] == "true" else []
+    return f"{source.name} {', '.join(details)}".rstrip()
+
+
 def _summary(cubin: Cubin, seconds: float) -> str:
     resources = cubin.resources
     how = f"compiled in {seconds:.1f} s" if cubin.origin == "compiled" else f"found ({cubin.origin})"
@@ -174,18 +198,19 @@ def _summary(cubin: Cubin, seconds: float) -> str:
 def _compile_one(source: KernelSource, cache_dir: Path, aot_dir: Path | None) -> tuple[bool, str]:
     """Whether the kernel is now stored, and the line to print."""
     started = time.monotonic()
+    name = f"{describe(source):<{NAME_WIDTH}}"
     try:
         cubin = compile_kernel(source, cache_dir=cache_dir)
         path = cubin.path
         if aot_dir is not None:
             path = KernelCache(aot_dir).store(source.name, source_key(source), cubin)
     except CompileError as error:
-        return False, f"{source.name:<{NAME_WIDTH}} FAILED\n{error}"
+        return False, f"{name} FAILED\n{error}"
     except OSError as error:
-        return False, f"{source.name:<{NAME_WIDTH}} FAILED: {error}"
+        return False, f"{name} FAILED: {error}"
     if path is None:
-        return False, f"{source.name:<{NAME_WIDTH}} FAILED: compiled, but {cache_dir} could not be written"
-    lines = [f"{source.name:<{NAME_WIDTH}} {_summary(cubin, time.monotonic() - started)}"]
+        return False, f"{name} FAILED: compiled, but {cache_dir} could not be written"
+    lines = [f"{name} {_summary(cubin, time.monotonic() - started)}"]
     lines += [f"  assembler: {warning}" for warning in cubin.warnings]
     return True, "\n".join(lines)
 

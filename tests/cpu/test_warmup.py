@@ -68,6 +68,27 @@ def test_a_model_the_mega_moe_kernels_do_not_take_is_named(tmp_path, monkeypatch
     assert {"forward_sm90_bf16", "backward_sm90_bf16"} <= set(capsys.readouterr().out.split())
 
 
+def test_report_tells_the_kernels_apart():
+    for arch, precision in warmup.MANIFEST:
+        sources = {
+            source
+            for model in ("qwen3-30b-a3b", "deepseek-v3")
+            for source in warmup.kernel_sources(model, 8, precision, arch)
+        }
+        told = {warmup.describe(source) for source in sources}
+        assert len(told) == len(sources)
+        assert max(map(len, told)) <= warmup.NAME_WIDTH
+    shape = dataclasses.replace(MODELS["qwen3-30b-a3b"], activation_clamp=10.0)
+    told = [warmup.describe(source) for source in warmup._mega_moe(shape, 8)]
+    assert "backward_sm90_bf16 H 2048, I 768, clamped" in told
+    assert "forward_sm90_bf16 H 2048, I 768, clamped, z kept" in told
+    (forward,) = warmup.kernel_sources("qwen3-30b-a3b", 8, "fp8", "sm_90a")
+    assert warmup.describe(forward) == f"{forward.name} H 2048, I 768"
+    gemms = [warmup.describe(source) for source in warmup._grouped_gemms(shape, 8)]
+    assert "m_grouped_nt_bf16_gemm N 1536, K 2048" in gemms
+    assert "k_grouped_tn_bf16_gemm M 2048, N 768, added to C" in gemms
+
+
 def test_kernels_that_never_run_say_so():
     for groups in warmup.MANIFEST.values():
         for group in groups:
