@@ -138,7 +138,8 @@ def test_toolkit_of_cuda_home_with_cccl_in_a_folder_of_its_own(nothing_installed
 HIDE_TOOLKITS = "from prime_kernels.jit import toolchain\ntoolchain.toolkit_roots = list\n"
 
 
-# A torch built for CUDA brings NVRTC into the process, wherever its packages lie: hide it where cuda-bindings asks.
+# A torch built for CUDA brings NVRTC into the process, wherever its packages lie: hide it where cuda-bindings
+# asks for it.
 HIDE_NVRTC = """
 from cuda import pathfinder
 def find_nothing(name):

@@ -32,7 +32,7 @@ TOLERANCE = 1e-10
 
 
 def why_no_inductor(torch_file: str) -> str | None:
-    """The reason to skip where torch is installed as `torch_file`, or None. inductor builds C++ for the CPU."""
+    """The reason to skip where torch is `torch_file`, or None. inductor builds C++ for the CPU."""
     if shutil.which("g++") is None:
         return "inductor needs g++"
     folder = Path(torch_file).parent
