@@ -89,13 +89,14 @@ def _adopt(root: ModuleType) -> None:
         _adopted = root
         limit = runtime.chosen_num_sms()
         if limit is not None:
-            root.set_num_sms(limit)
+            forward_num_sms(limit)
 
 
 def forward_num_sms(num_sms: int) -> None:
-    """Pass the SM limit on to the installed `deep_gemm`, when names of it are in use."""
-    if _adopted is not None:
-        _adopted.set_num_sms(num_sms)
+    """Pass the SM limit on to the installed `deep_gemm`, when names of it are in use and it knows such a limit."""
+    setter = getattr(_adopted, "set_num_sms", None)
+    if setter is not None:
+        setter(num_sms)
 
 
 def lazy_names(

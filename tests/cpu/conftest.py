@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from gloo_world import GlooWorld
 
+from prime_kernels import _dropin, runtime
 from prime_kernels.runtime import DEVICE_ENV
 
 
@@ -15,6 +16,14 @@ def _buffers_on_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DEVICE_ENV, "cpu")
         yield
+
+
+@pytest.fixture(autouse=True)
+def _process_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test leaves set in this process (a device, a stand-in for deep_gemm) ends with it."""
+    for name in ("_device", "_num_sms"):
+        monkeypatch.setattr(runtime, name, None)
+    monkeypatch.setattr(_dropin, "_adopted", None)
 
 
 @pytest.fixture(scope="session", params=[1, 2, 4, 8], ids=lambda size: f"{size}ranks")

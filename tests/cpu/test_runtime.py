@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -139,3 +141,10 @@ def test_unavailable_kernel_gives_the_registry_s_reason(monkeypatch: pytest.Monk
         runtime.resolve_backend(GPU, "bf16xbf16")
     monkeypatch.setattr(registry, "is_available", lambda name: name == "mega_moe_bf16")
     assert runtime.resolve_backend(GPU, "bf16xbf16") == "sm90"
+
+
+def test_a_deep_gemm_without_an_sm_limit_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dropin, "_adopted", types.ModuleType("deep_gemm"))
+    monkeypatch.setattr(runtime, "_num_sms", None)
+    runtime.set_num_sms(64)
+    assert runtime.get_num_sms() == 64
