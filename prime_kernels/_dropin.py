@@ -93,7 +93,7 @@ def _adopt(root: ModuleType) -> None:
 
 
 def forward_num_sms(num_sms: int) -> None:
-    """Pass the SM limit on to the installed `deep_gemm`, when names of it are in use and it knows such a limit."""
+    """Pass the SM limit on to the installed `deep_gemm`, when it is in use and knows such a limit."""
     setter = getattr(_adopted, "set_num_sms", None)
     if setter is not None:
         setter(num_sms)
