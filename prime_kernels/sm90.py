@@ -31,7 +31,6 @@ from .forward import sm90_bf16 as forward_kernel
 from .jit import KernelSource
 from .jit.launch import Kernel, load_kernel
 
-ARCH = "sm_90a"
 PLAN_THREADS = 256
 PLAN_WARPS = 8
 MIN_WAVE_TASKS_PER_CLUSTER = 2
@@ -69,7 +68,8 @@ PLAN_ENTRIES = ("route_plan_count", "route_plan_place")
 
 def plan_source(entry: str) -> KernelSource:
     """``route_plan_count`` or ``route_plan_place``."""
-    return KernelSource(entry, "#include <prime_kernels/route_plan.cuh>\n", f"prime_kernels::{entry}", ARCH)
+    include = "#include <prime_kernels/route_plan.cuh>\n"
+    return KernelSource(entry, include, f"prime_kernels::{entry}", forward_kernel.ARCH)
 
 
 class Sm90Rank:

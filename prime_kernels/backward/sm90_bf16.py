@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from ..exchange import CLUSTER_SIZE, LaunchParams
-from ..forward.sm90_bf16 import ARCH, ATOM, SHARED_BYTES, SWIZZLE_BYTES, THREADS, WEIGHT_BOX_ROWS
+from ..forward.sm90_bf16 import (
+    ATOM,
+    SHARED_BYTES,
+    SWIZZLE_BYTES,
+    THREADS,
+    WEIGHT_BOX_ROWS,
+    kernel_source,
+)
 from ..jit import KernelSource
 from ..jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 
@@ -56,14 +63,7 @@ def source(
 
     All else is an argument.
     """
-    flags = ", ".join(str(flag).lower() for flag in (clamped, kept_z, trace))
-    config = f"prime_kernels::BackwardConfig<{hidden}, {intermediate}, {flags}>"
-    return KernelSource(
-        "backward_sm90_bf16",
-        "#include <prime_kernels/backward_sm90_bf16.cuh>\n",
-        f"prime_kernels::backward_sm90_bf16<{config}>",
-        ARCH,
-    )
+    return kernel_source("backward", hidden, intermediate, (clamped, kept_z, trace))
 
 
 def _weight_gradient(dw: Tensor | None, accumulate: bool) -> WeightGradient:

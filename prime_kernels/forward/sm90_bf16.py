@@ -33,6 +33,15 @@ class ForwardParams(ctypes.Structure):
     ]
 
 
+def kernel_source(direction: str, hidden: int, intermediate: int, flags: tuple[bool, ...]) -> KernelSource:
+    """The ``"forward"`` or ``"backward"`` kernel; ``flags`` are those of its ``Config``, in their order."""
+    name = f"{direction}_sm90_bf16"
+    arguments = ", ".join([str(hidden), str(intermediate), *(str(flag).lower() for flag in flags)])
+    config = f"prime_kernels::{direction.capitalize()}Config<{arguments}>"
+    include = f"#include <prime_kernels/{name}.cuh>\n"
+    return KernelSource(name, include, f"prime_kernels::{name}<{config}>", ARCH)
+
+
 def source(
     hidden: int, intermediate: int, clamped: bool = False, keep_z: bool = False, trace: bool = False
 ) -> KernelSource:
@@ -40,14 +49,7 @@ def source(
 
     All else is an argument.
     """
-    flags = ", ".join(str(flag).lower() for flag in (clamped, keep_z, trace))
-    config = f"prime_kernels::ForwardConfig<{hidden}, {intermediate}, {flags}>"
-    return KernelSource(
-        "forward_sm90_bf16",
-        "#include <prime_kernels/forward_sm90_bf16.cuh>\n",
-        f"prime_kernels::forward_sm90_bf16<{config}>",
-        ARCH,
-    )
+    return kernel_source("forward", hidden, intermediate, (clamped, keep_z, trace))
 
 
 def launch(
