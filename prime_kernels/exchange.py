@@ -35,7 +35,6 @@ _FAULT_SITES = {
     3: "the peer gave up",
     4: "waiting for dispatched rows",
     5: "waiting for activation tiles",
-    6: "waiting for this rank's own tasks",
     7: "pool overflow",
     8: "expert index out of range",
 }

@@ -7,8 +7,6 @@
 
 namespace prime_kernels {
 
-constexpr uint32_t kMaxTopk = 32;  // one lane holds one slot's routing
-
 __device__ __forceinline__ void add_scaled(float (&sum)[8], float weight, const uint4& v) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     #pragma unroll
@@ -24,7 +22,7 @@ template <uint32_t kHidden, bool kWeighted, uint32_t kUnroll>
 __device__ __forceinline__ void combine_token(const Communicator& comm, uint32_t topk, uint8_t* y, float* dtopk, uint32_t token, uint32_t lane) {
     constexpr uint32_t kRowBytes = kHidden * 2;
     constexpr uint32_t kColumnBytes = 32 * 16;  // what a warp covers at once
-    bool routed = false;
+    bool routed = false;  // one lane holds one slot's routing: K is at most 32
     float weight = 0.0f;
     if (lane < topk) {
         const uint64_t entry = static_cast<uint64_t>(token) * topk + lane;

@@ -58,7 +58,6 @@ enum FaultSite : uint32_t {
     kFaultPeerAborted = 3,
     kFaultDispatchRows = 4,
     kFaultActivationRows = 5,
-    kFaultLocalDone = 6,
     kFaultPoolOverflow = 7,
     kFaultExpertIndex = 8,
 };
