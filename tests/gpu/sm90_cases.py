@@ -13,16 +13,18 @@ from torch import Tensor
 
 from prime_kernels import sm90
 from prime_kernels.backward import sm90_bf16 as backward_kernel
+from prime_kernels.exchange import Pools
 from prime_kernels.forward import sm90_bf16 as forward_kernel
 from prime_kernels.jit import compile_kernel
 from prime_kernels.reference import Grads, moe_backward, moe_forward
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 DEVICE = torch.device("cuda", 0)
 # Relative Frobenius norm of each output, also of each expert's weight gradient, against float64.
 TOLERANCE = 5e-3
 # The (H, I) of all tests: each pair costs compile time.
 SHAPES = ((512, 256), (768, 384))
+POISON = 255  # a byte of NaN in bf16 and fp32, and -1 as an integer
 
 
 @functools.cache
@@ -66,6 +68,20 @@ class Case:
             self.dy.double(), *self._wide(), clamp=self.clamp, shared=self._wide_shared()
         )
 
+    @functools.cached_property
+    def dtopk_size(self) -> float:
+        """The norm of products of such vectors as dtopk holds: that of a few may be near 0 by chance.
+
+        dtopk of a slot is <dy, output row of the expert>; without a common direction its square is
+        |dy|^2 |row|^2 / H on average, and its rounding error is in proportion to that.
+        """
+        x, _, _, gate_up, down = self._wide()
+        token, slot = (self.topk_idx >= 0).nonzero(as_tuple=True)
+        experts = self.topk_idx[token, slot, None]
+        rows = moe_forward(x[token], experts, x.new_ones(experts.shape), gate_up, down, clamp=self.clamp)
+        lengths = self.dy[token].double().norm(dim=1) * rows.norm(dim=1)
+        return float(lengths.norm()) * x.shape[1] ** -0.5
+
     def _wide(self) -> tuple[Tensor, ...]:
         return (
             self.x.double(), self.topk_idx, self.topk_weights.double(),
@@ -77,7 +93,11 @@ class Case:
 
 
 def route(kind: str, tokens: int, experts: int, topk: int, generator: torch.Generator) -> Tensor:
-    """int64 [tokens, topk], "even", "random" (with duplicates), "masked" (also -1), "one" or "skewed"."""
+    """int64 [tokens, topk].
+
+    "even"; "random", with duplicates; "masked", also with -1; "none", all -1; "one", all of one expert;
+    "skewed", Zipf.
+    """
     shape = (tokens, topk)
     if kind == "even":
         order = torch.rand(tokens, experts, device=DEVICE, generator=generator).argsort(1)
@@ -88,8 +108,9 @@ def route(kind: str, tokens: int, experts: int, topk: int, generator: torch.Gene
         idx = torch.randint(-1, experts, shape, device=DEVICE, generator=generator)
         idx[::7] = -1
         return idx
-    if kind == "one":
-        return torch.full(shape, experts - 1, dtype=torch.int64, device=DEVICE)
+    if kind in ("one", "none"):
+        expert = experts - 1 if kind == "one" else -1
+        return torch.full(shape, expert, dtype=torch.int64, device=DEVICE)
     assert kind == "skewed"
     share = torch.arange(1, experts + 1, device=DEVICE).double() ** -2
     drawn = torch.multinomial(share, max(1, tokens * topk), True, generator=generator)
@@ -115,6 +136,7 @@ def make_case(
     x = normal(tokens, hidden)
     topk_idx = route(kind, tokens, experts, topk, generator)
     topk_weights = torch.rand(tokens, topk, device=DEVICE, generator=generator)
+    topk_weights.masked_fill_(topk_idx < 0, math.nan)  # the weight of a slot without an expert is not read
     gate_up = normal(experts, 2 * inter, hidden, scale=hidden**-0.5)
     return Case(
         x=x,
@@ -153,18 +175,25 @@ def poisoned(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Relative Frobenius norm; where ``want`` is exactly zero, 0 or inf."""
+def poison_bytes(symmetric: Tensor, pools: Pools) -> None:
+    """What earlier calls could have left in a rank's memory; ``symmetric`` without the flags."""
+    symmetric.fill_(POISON)
+    for pool in (pools.x, pools.dy, pools.dz, pools.activations, pools.weights, pools.dtopk_parts):
+        pool.view(torch.uint8).fill_(POISON)
+
+
+def relative_error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
+    """Relative Frobenius norm; where ``want`` is exactly zero, 0 or inf. ``size``: at least that of want."""
     norm = float(want.double().norm())
     if norm == 0.0:
         return 0.0 if bool((got == 0).all()) else math.inf
-    return float((got.double() - want.double()).norm()) / norm
+    return float((got.double() - want.double()).norm()) / max(norm, size)
 
 
-def check(name: str, got: Tensor, want: Tensor, *, matrices: bool = False) -> None:
-    """``matrices``: each of them (each expert's gradient) is also judged alone."""
+def check(name: str, got: Tensor, want: Tensor, *, matrices: bool = False, size: float = 0.0) -> None:
+    """``matrices``: each of them (an expert's gradient) is also judged alone. ``size``: relative to what."""
     assert bool(got.isfinite().all()), f"{name}: {int((~got.isfinite()).sum())} elements are not finite"
-    error = relative_error(got, want)
+    error = relative_error(got, want, size)
     # A few elements do not average: each may be off by a few roundings of bf16.
     limit = TOLERANCE * (1 + 4 * want.numel() ** -0.5 if want.numel() else 1)
     assert error <= limit, f"{name}: relative error {error:.2e} of at most {limit:.2e}"

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from sm90_cases import (
     BF16,
     DEVICE,
+    FP32,
     Case,
     check,
     compile_all,
     make_case,
+    poison_bytes,
     poisoned,
     relative_error,
     same_bits,
@@ -34,9 +36,7 @@ from prime_kernels.reference import deinterleave_gate_up, interleave_gate_up
 
 pytestmark = pytest.mark.gpu
 
-POISON = 255  # a byte of NaN in bf16 and fp32, and -1 as an integer
 TOKENS = 320
-FP32 = torch.float32
 SLEEP_CYCLES = 200_000_000  # about 0.1 s
 
 
@@ -64,11 +64,8 @@ def poison(buffer: SymmBuffer) -> None:
     """What earlier calls could have left anywhere, except for the flags."""
     assert buffer.buffer is not None
     assert buffer.sm90 is not None
-    buffer.buffer[FLAGS_BYTES:].fill_(POISON)
-    pools = buffer.sm90.pools
-    pools.add_backward()
-    for pool in (pools.x, pools.dy, pools.dz, pools.activations, pools.weights, pools.dtopk_parts):
-        pool.view(torch.uint8).fill_(POISON)
+    buffer.sm90.pools.add_backward()
+    poison_bytes(buffer.buffer[FLAGS_BYTES:], buffer.sm90.pools)
     buffer.topk_idx.fill_(0)
 
 

@@ -2,148 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
-from sm90_cases import BF16, DEVICE, Case, check, compile_all, make_case, poisoned, same_bits
-from torch import Tensor
+from sm90_cases import BF16, DEVICE, compile_all, make_case, same_bits
+from virtual_world import SHORT_TIMEOUT_SECONDS, judge, world_of
 
-from prime_kernels.exchange import FLAGS_BYTES, ExchangeShape
-from prime_kernels.sm90 import Sm90Rank, make_virtual_ranks
+from prime_kernels.sm90 import Sm90Rank
 
 pytestmark = pytest.mark.gpu
 
-TIMEOUT_SECONDS = 10.0
-SHORT_TIMEOUT_SECONDS = 1.0
 DELAY_CYCLES = 20_000_000  # about 10 ms
-POISON = 255  # a byte of NaN in bf16 and fp32, and -1 as an integer
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     compile_all()
-
-
-@dataclass
-class Outputs:
-    """Of all ranks: y, dx and dtopk one for each rank, the weight gradients those of all experts."""
-
-    y: list[Tensor]
-    dx: list[Tensor]
-    dtopk: list[Tensor]
-    dw1: Tensor
-    dw2: Tensor
-
-    def all(self) -> list[Tensor]:
-        return [*self.y, *self.dx, *self.dtopk, self.dw1, self.dw2]
-
-
-class World:
-    """R virtual ranks that together run one case, of which rank r brings ``counts[r]`` tokens."""
-
-    def __init__(
-        self, shape: ExchangeShape, timeout_seconds: float = TIMEOUT_SECONDS, **options: object
-    ) -> None:
-        sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        self.shape = shape
-        self.ranks = make_virtual_ranks(shape, DEVICE, sms, timeout_seconds=timeout_seconds, **options)
-        self.streams = [torch.cuda.Stream(DEVICE) for _ in self.ranks]
-        for clamped in (False, True):
-            self.ranks[0].forward_kernel(clamped)
-            self.ranks[0].backward_kernel(clamped)
-
-    def experts(self, rank: int) -> slice:
-        local = self.shape.local_experts
-        return slice(rank * local, (rank + 1) * local)
-
-    def poison(self) -> None:
-        """What earlier calls could have left anywhere, except for the flags."""
-        for rank in self.ranks:
-            rank.storage[FLAGS_BYTES:].fill_(POISON)
-            pools = rank.pools
-            for pool in (pools.x, pools.dy, pools.dz, pools.activations, pools.weights, pools.dtopk_parts):
-                pool.view(torch.uint8).fill_(POISON)
-            rank.topk_idx.fill_(0)
-
-    def stage(self, case: Case, counts: Sequence[int]) -> None:
-        self.poison()
-        start = 0
-        for rank, count in zip(self.ranks, counts, strict=True):
-            rows = slice(start, start + count)
-            rank.x[:count], rank.dy[:count] = case.x[rows], case.dy[rows]
-            rank.topk_idx[:count], rank.topk_weights[:count] = case.topk_idx[rows], case.topk_weights[rows]
-            start += count
-
-    def launch(self, run: Callable[[int, Sm90Rank], None], absent: Sequence[int] = ()) -> None:
-        for index, (rank, stream) in enumerate(zip(self.ranks, self.streams, strict=True)):
-            if index not in absent:
-                with torch.cuda.stream(stream):
-                    run(index, rank)
-
-    def step(
-        self, case: Case, counts: Sequence[int], *, dw_dtype: torch.dtype = torch.float32,
-        initial: tuple[Tensor, Tensor] | None = None, delays: dict[int, int] | None = None,
-        keep_z: bool = False,
-    ) -> Outputs:  # fmt: skip
-        """Forward, then backward on every rank, with nothing between them."""
-        hidden, topk = self.shape.hidden, self.shape.topk
-        out = Outputs(
-            y=[poisoned((count, hidden), BF16) for count in counts],
-            dx=[poisoned((count, hidden), BF16) for count in counts],
-            dtopk=[poisoned((count, topk), torch.float32) for count in counts],
-            dw1=poisoned(case.gate_up.shape, dw_dtype) if initial is None else initial[0].clone(),
-            dw2=poisoned(case.down.shape, dw_dtype) if initial is None else initial[1].clone(),
-        )
-        self.stage(case, counts)
-        kept = [rank.empty_z().fill_(math.nan) if keep_z else None for rank in self.ranks]
-        torch.cuda.synchronize()
-
-        def forward(index: int, rank: Sm90Rank) -> None:
-            if delays and index in delays:
-                torch.cuda._sleep(delays[index])
-            experts = self.experts(index)
-            rank.forward(
-                out.y[index], case.gate_up[experts], case.down[experts], case.clamp, z=kept[index]
-            )
-
-        def backward(index: int, rank: Sm90Rank) -> None:
-            experts = self.experts(index)
-            rank.backward(
-                out.dx[index], out.dw1[experts], out.dw2[experts], out.dtopk[index], case.gate_up[experts],
-                case.down[experts], case.clamp, initial is not None, kept[index],
-            )  # fmt: skip
-
-        self.launch(forward)
-        self.launch(backward)
-        torch.cuda.synchronize()
-        for rank in self.ranks:
-            rank.check()
-        return out
-
-
-def judge(out: Outputs, case: Case, initial: tuple[Tensor, Tensor] | None = None) -> None:
-    grads = case.grads
-    check("y", torch.cat(out.y), case.y)
-    check("dx", torch.cat(out.dx), grads.dx)
-    dtopk = torch.cat(out.dtopk)
-    check("dtopk", dtopk, grads.dtopk)
-    assert bool((dtopk[case.topk_idx < 0] == 0).all())
-    dw1, dw2 = grads.dgate_up, grads.ddown
-    if initial is not None:
-        dw1, dw2 = dw1 + initial[0], dw2 + initial[1]
-    check("dw1", out.dw1, dw1, matrices=True)
-    check("dw2", out.dw2, dw2, matrices=True)
-
-
-def world_of(
-    counts: Sequence[int], experts: int, topk: int, hidden: int, inter: int, **options: object
-) -> World:
-    return World(ExchangeShape(max(1, *counts), topk, hidden, inter, experts, len(counts)), **options)
 
 
 @pytest.mark.parametrize("keep_z", [False, True])
@@ -217,65 +92,17 @@ def test_same_bits_whoever_is_late(ranks: int) -> None:
         assert all(same_bits(a, b) for a, b in zip(first.all(), again.all(), strict=True)), delays
 
 
-def test_many_steps_back_to_back() -> None:
-    """Forward after forward with jitter and no wait on the host between: epochs and flags stay in step."""
-    counts = [96, 0, 33, 128]
-    case = make_case(sum(counts), 8, 4, 512, 256, "random")
-    world = world_of(counts, 8, 4, 512, 256)
-    want = world.step(case, counts).y
-    jitter = random.Random(0)
-    world.stage(case, counts)
-    ys = [poisoned(y.shape, BF16) for y in want]
-    torch.cuda.synchronize()
-
-    def forward(index: int, rank: Sm90Rank) -> None:
-        if jitter.random() < 0.3:
-            torch.cuda._sleep(jitter.randrange(200_000))
-        experts = world.experts(index)
-        rank.forward(ys[index], case.gate_up[experts], case.down[experts])
-
-    for _ in range(200):
-        world.launch(forward)
-    torch.cuda.synchronize()
-    for rank in world.ranks:
-        rank.check()
-    assert all(same_bits(a, b) for a, b in zip(ys, want, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_shapes_and_routing(seed: int) -> None:
-    draw = random.Random(seed)
-    ranks = draw.choice([1, 2, 4, 8])
-    hidden, inter = draw.choice([(512, 256), (768, 384)])
-    experts = ranks * draw.randint(1, 5)
-    topk = draw.randint(1, min(experts, 9))
-    counts = [draw.choice([0, 1, 45, 127, 128, 129, draw.randint(2, 300)]) for _ in range(ranks)]
-    kind = draw.choice(["even", "random", "masked", "skewed", "one"])
-    clamp = draw.choice([None, 0.5])
-    dtype = draw.choice([torch.float32, BF16])
-    case = make_case(sum(counts), experts, topk, hidden, inter, kind, clamp=clamp, seed=seed)
-    out = world_of(counts, experts, topk, hidden, inter).step(case, counts, dw_dtype=dtype)
-    judge(out, case)
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_rank_that_never_launches_is_named(direction: str) -> None:
     counts, absent = [64, 64, 64, 64], 2
     case = make_case(sum(counts), 8, 2, 512, 256)
     world = world_of(counts, 8, 2, 512, 256, timeout_seconds=SHORT_TIMEOUT_SECONDS)
     world.stage(case, counts)
-    rows = poisoned((64, 512), BF16)
-    dw1, dw2 = torch.empty_like(case.gate_up), torch.empty_like(case.down)
-    dtopk = poisoned((64, 2), torch.float32)
+    out = world.poisoned_outputs(case, counts)
     torch.cuda.synchronize()
 
     def run(index: int, rank: Sm90Rank) -> None:
-        experts = world.experts(index)
-        weights = (case.gate_up[experts], case.down[experts])
-        if direction == "forward":
-            rank.forward(rows, *weights)
-        else:
-            rank.backward(rows, dw1[experts], dw2[experts], dtopk, *weights)
+        getattr(world, direction)(index, case, out)
 
     started = time.monotonic()
     world.launch(run, absent=[absent])
@@ -299,14 +126,9 @@ def test_pools_that_are_too_small_are_reported_with_the_rows_needed() -> None:
     case = make_case(sum(counts), 4, 2, 512, 256, "one")
     world = world_of(counts, 4, 2, 512, 256, timeout_seconds=SHORT_TIMEOUT_SECONDS, pool_blocks=8)
     world.stage(case, counts)
-    rows = poisoned((512, 512), BF16)
+    out = world.poisoned_outputs(case, counts)
     torch.cuda.synchronize()
-
-    def forward(index: int, rank: Sm90Rank) -> None:
-        experts = world.experts(index)
-        rank.forward(rows, case.gate_up[experts], case.down[experts])
-
-    world.launch(forward)
+    world.launch(lambda index, rank: world.forward(index, case, out))
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="rank 0, step 1: the peer gave up: peer 1"):
         world.ranks[0].check()
@@ -321,16 +143,10 @@ def test_a_full_pool_never_hangs_the_backward() -> None:
     case = make_case(sum(counts), 4, 2, 512, 256, "one")
     world = world_of(counts, 4, 2, 512, 256, timeout_seconds=SHORT_TIMEOUT_SECONDS, pool_blocks=8)
     world.stage(case, counts)
-    dx, dtopk = poisoned((512, 512), BF16), poisoned((512, 2), torch.float32)
-    dw1, dw2 = poisoned(case.gate_up.shape, torch.float32), poisoned(case.down.shape, torch.float32)
+    out = world.poisoned_outputs(case, counts)
     torch.cuda.synchronize()
-
-    def backward(index: int, rank: Sm90Rank) -> None:
-        own = world.experts(index)
-        rank.backward(dx, dw1[own], dw2[own], dtopk, case.gate_up[own], case.down[own])
-
     for _ in range(100):
-        world.launch(backward)
+        world.launch(lambda index, rank: world.backward(index, case, out))
         torch.cuda.synchronize()
         for rank in world.ranks:
             with pytest.raises(RuntimeError, match=r"gave up|pool rows"):
