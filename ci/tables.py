@@ -19,7 +19,11 @@ from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "ci" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "end-to-end.md")
+GIB = 2**30
+END_TO_END = "*-end-to-end-????-??-??.json"
+NOT_MEASURED = "Not measured on a GPU yet."
+LOSS_KEYS = ("first", "largest")
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -98,6 +102,58 @@ def sm90_in_turns() -> str:
     return f"{source_line(path, result)}\n\n{markdown(headers, rows)}"
 
 
+def end_to_end_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Variant, ms per step, tokens per second, speed relative to the first variant, peak memory."""
+    first = next(iter(result["variants"].values()))["step"]["median"]
+    return [
+        [
+            variant["label"],
+            f"{variant['step']['median']:.1f}",
+            f"{variant['tokens_per_second']:,.0f}",
+            f"{first / variant['step']['median']:.2f}",
+            f"{variant['peak_bytes'] / GIB:.1f}",
+        ]
+        for variant in result["variants"].values()
+    ]
+
+
+def end_to_end_summary() -> str:
+    """One row a variant of the training run."""
+    if not any(RESULTS.glob(END_TO_END)):
+        return NOT_MEASURED
+    path, result = newest(END_TO_END)
+    headers = ["experts", "ms per step", "tokens/s", "speed", "peak GiB"]
+    return f"{result['title']}. {source_line(path, result)}\n\n{markdown(headers, end_to_end_rows(result))}"
+
+
+def end_to_end() -> str:
+    """The same with everything that was measured, and how far the losses are apart."""
+    if not any(RESULTS.glob(END_TO_END)):
+        return NOT_MEASURED
+    path, result = newest(END_TO_END)
+    headers = [
+        "experts", "ms per step", "tokens/s", "speed", "peak GiB", "between steps GiB", "spread", "forward",
+        "backward", "optimizer", "loss of the last step", "difference of the first loss", "largest difference",
+    ]  # fmt: skip
+    rows = []
+    for row, (name, variant) in zip(end_to_end_rows(result), result["variants"].items(), strict=True):
+        step, parts = variant["step"], variant["parts"]
+        difference = result["loss_differences"].get(name)
+        rows.append(
+            [
+                *row,
+                f"{variant['state_bytes'] / GIB:.1f}",
+                f"{step['low']:.1f} to {step['high']:.1f}",
+                *(f"{parts[part]['median']:.1f}" for part in ("forward", "backward", "optimizer")),
+                f"{variant['losses'][-1]:.3f}",
+                *(["", ""] if difference is None else [f"{difference[key]:.1e}" for key in LOSS_KEYS]),
+            ]
+        )
+    missing = "".join(f" Not measured: {name}: {reason}." for name, reason in result["failures"].items())
+    source = f"{source_line(path, result)}; Transformers {result['transformers']}"
+    return f"{result['title']}. {source}.{missing}\n\n{markdown(headers, rows)}"
+
+
 def markdown(headers: list[str], rows: list[list[str]]) -> str:
     """A Markdown table of texts."""
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
@@ -107,6 +163,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "grouped-gemm": grouped_gemm,
     "grouped-gemm-summary": grouped_gemm_summary,
     "sm90-in-turns": sm90_in_turns,
+    "end-to-end": end_to_end,
+    "end-to-end-summary": end_to_end_summary,
 }
 
 
