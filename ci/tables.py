@@ -133,7 +133,7 @@ def end_to_end() -> str:
     path, result = newest(END_TO_END)
     headers = [
         "experts", "ms per step", "tokens/s", "speed", "peak GiB", "between steps GiB", "spread", "forward",
-        "backward", "optimizer", "loss of the last step", "difference of the first loss", "largest difference",
+        "backward", "optimizer", "last loss", "difference of the first loss", "largest difference",
     ]  # fmt: skip
     rows = []
     for row, (name, variant) in zip(end_to_end_rows(result), result["variants"].items(), strict=True):
