@@ -89,6 +89,15 @@ def layer_size(model: str, tokens: int, experts: int) -> LayerSize:
     return LayerSize(shape.name, shape.hidden, shape.intermediate, experts, shape.top_k, tokens)
 
 
+def check_routing(size: LayerSize, routing: str) -> None:
+    """Raises ValueError for "even" and rows that the experts cannot share equally."""
+    if routing == "even" and size.rows % size.experts:
+        raise ValueError(
+            f"even routing needs rows that {size.experts} experts can share equally, {size.tokens} tokens "
+            f"make {size.rows}; choose another number of tokens or random routing"
+        )
+
+
 @dataclass(frozen=True)
 class LayerTensors:
     """Inputs of both directions.
@@ -111,16 +120,12 @@ def choose_experts(size: LayerSize, routing: str, device: torch.device) -> Tenso
     "random": drawn uniformly, so loads scatter a little. "even": exactly the same load for every expert.
 
     Raises:
-        ValueError: "even" for rows that the experts cannot share equally.
+        ValueError: as :func:`check_routing`.
     """
+    check_routing(size, routing)
     if routing == "random":
         scores = torch.rand(size.tokens, size.experts, device=device)
         return scores.argsort(dim=1)[:, : size.topk].contiguous()
-    if size.rows % size.experts:
-        raise ValueError(
-            f"even routing needs rows that {size.experts} experts can share equally, {size.tokens} tokens "
-            f"make {size.rows}; choose another number of tokens or random routing"
-        )
     experts = torch.randperm(size.experts, device=device)
     turns = torch.arange(size.rows, device=device).view(size.tokens, size.topk) % size.experts
     return experts[turns][torch.randperm(size.tokens, device=device)].contiguous()

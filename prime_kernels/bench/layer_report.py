@@ -1,228 +1,264 @@
-"""What ``bench layer`` leaves behind: a table for people, JSON for machines, a picture for both."""
+"""What ``bench layer`` leaves behind: tables for people and JSON for machines, over all numbers of tokens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 from tabulate import tabulate
 
 from .gemm import BACKWARD, FORWARD
-from .layer_case import BF16_BYTES, FLOP_CONVENTION, FP32_BYTES
-from .layer_run import DIRECTIONS, LayerResult
-from .timing import REPEATS, WARMUPS
+from .layer_bars import BAR_TOKENS, DIRECTIONS, PASSES, Pass
+from .layer_case import FLOP_CONVENTION
+from .layer_contenders import GRAPH, LAUNCH
+from .layer_plot import draw
+from .layer_run import LayerResult
+from .timing import WARMUPS
 
 JSON_NAME, MARKDOWN_NAME, PNG_NAME = "layer.json", "layer.md", "layer.png"
-METHOD = (
-    f"median of {REPEATS} rounds after {WARMUPS}, CUDA events, random data; the kernels and DeepGEMM's "
-    "products alternate in the same rounds, torch's layers follow in rounds of their own"
-)
 LABELS = {
-    "kernel graph": "prime_kernels, CUDA graph",
-    "kernel launch": "prime_kernels, launched",
+    GRAPH: "prime_kernels, CUDA graph",
+    LAUNCH: "prime_kernels, launched",
     "torch eager": "torch grouped_mm, eager",
     "torch compile": "torch grouped_mm, compile",
 }
-COLORS = {
-    "gemms": "tab:gray",
-    "kernel graph": "tab:green",
-    "kernel launch": "tab:olive",
-    "torch eager": "tab:red",
-    "torch compile": "tab:orange",
-}
+RIVAL = "torch compile"  # never to be slower than
 MIB = 2**20
-PRODUCT_CEILING, COPY_CEILING = "TFLOP/s", "TB/s"  # how the names of the ceilings end
+NOTHING = "-"
 
 
-def contenders(result: LayerResult) -> list[str]:
-    """Who was measured in both directions, in the order of the table."""
-    return [who for who in LABELS if all(f"{who} {direction}" in result.spreads for direction in DIRECTIONS)]
-
-
-def title(result: LayerResult) -> str:
+def title(results: Sequence[LayerResult]) -> str:
     """One line: the load."""
-    size = result.size
+    size = results[0].size
+    tokens = ", ".join(str(result.size.tokens) for result in results)
     return (
-        f"{size.model}: H {size.hidden}, I {size.intermediate}, {size.experts} experts, "
-        f"{size.tokens} tokens, "
-        f"top-{size.topk}, bf16, weight gradients in {result.dw_dtype}"
+        f"{size.model}: H {size.hidden}, I {size.intermediate}, {size.experts} experts, top-{size.topk}, "
+        f"bf16, weight gradients in {results[0].dw_dtype}; {tokens} tokens"
     )
 
 
-def _time_rows(result: LayerResult, direction: str) -> list[list[str]]:
-    products = FORWARD if direction == "forward" else BACKWARD
-    total = result.gemm_sum(direction)
-    parts = ", ".join(f"{name} {result.spreads[name].median:.3f}" for name in products)
+def method(results: Sequence[LayerResult]) -> str:
+    """How times were taken, in a sentence."""
+    rounds = min(spread.count for spread in results[0].spreads.values())
+    return (
+        f"median of {rounds} rounds after {WARMUPS}, CUDA events, random data; in every round the kernels, "
+        "DeepGEMM's products and torch's layers take turns"
+    )
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], style: str) -> str:
+    return tabulate(list(rows), headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def _ratio(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def summary_table(results: Sequence[LayerResult], style: str = "simple") -> str:
+    """Every pass at every number of tokens, in CUDA graphs and launched, and the ratios of its time."""
     rows = [
         [
-            direction,
-            f"DeepGEMM: {parts}",
-            f"{total:.3f}",
-            "",
-            f"{result.tflops(total, direction):.0f}",
-            "1.00",
+            str(result.size.tokens),
+            item.name,
+            f"{result.ms(GRAPH, item.name):.3f}",
+            f"{result.ms(LAUNCH, item.name):.3f}",
+            f"{result.gemm_sum(item.direction):.3f}",
+            _ratio(result.ratio(item)),
+            result.verdict(item) or NOTHING,
+            _ratio(result.ratio_to("torch eager", item)),
+            _ratio(result.ratio_to(RIVAL, item)),
+            f"{result.tflops(result.ms(GRAPH, item.name), item.direction):.0f}",
         ]
+        for result in results
+        for item in result.passes
     ]
-    for who in contenders(result):
-        spread = result.spreads[f"{who} {direction}"]
+    headers = [
+        "tokens", "pass", "ms", "launched ms", "products ms",
+        "to products", "bar", "to eager", "to compile", "TFLOP/s",
+    ]  # fmt: skip
+    return _table(headers, rows, style)
+
+
+def _time_rows(result: LayerResult, direction: str) -> list[list[str]]:
+    total = result.gemm_sum(direction)
+    names = FORWARD if direction == "forward" else BACKWARD
+    parts = ", ".join(f"{name} {result.spreads[name].median:.3f}" for name in names)
+    speed = f"{result.tflops(total, direction):.0f}"
+    rows = [[direction, f"DeepGEMM: {parts}", f"{total:.3f}", "", speed, "1.00", ""]]
+    passes = [item.name for item in result.passes if item.direction == direction]
+    keys = [(who, name) for who in (GRAPH, LAUNCH) for name in passes]
+    for who, name in keys + [(peer, direction) for peer in result.peers]:
+        spread, host = result.spreads[f"{who} {name}"], result.host_us.get(f"{who} {name}")
         rows.append(
             [
-                direction,
+                name,
                 LABELS[who],
                 f"{spread.median:.3f}",
                 f"{spread.low:.3f} - {spread.high:.3f}",
                 f"{result.tflops(spread.median, direction):.0f}",
-                f"{result.ratio(who, direction):.2f}",
+                f"{spread.median / total:.2f}",
+                "" if host is None else f"{host:.0f}",
             ]
         )
     return rows
 
 
 def time_table(result: LayerResult, style: str = "simple") -> str:
-    """Milliseconds, TFLOP/s and ratio to the sum of DeepGEMM's products."""
+    """Everything timed at one number of tokens."""
     rows = [row for direction in DIRECTIONS for row in _time_rows(result, direction)]
-    headers = ["direction", "what", "ms", "spread", "TFLOP/s", "ratio"]
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+    headers = ["pass", "what", "ms", "spread", "TFLOP/s", "to products", "host us"]
+    return _table(headers, rows, style)
 
 
-def memory_table(result: LayerResult, style: str = "simple") -> str:
-    """MiB of each part, and the peak of each contender."""
-    rows = [[name, f"{size / MIB:.1f}"] for name, size in result.memory.items()]
-    rows += [[f"peak of {name}", f"{size / MIB:.1f}"] for name, size in result.peak_bytes.items()]
-    headers = ["memory beside weights and inputs", "MiB"]
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+def memory_table(results: Sequence[LayerResult], style: str = "simple") -> str:
+    """MiB of each part and of each contender's peak, by number of tokens."""
+    rows: dict[str, list[str]] = {}
+    for column, result in enumerate(results):
+        peaks = {f"peak of {name}": size for name, size in result.peak_bytes.items()}
+        for name, size in {**result.memory, **peaks}.items():
+            rows.setdefault(name, [NOTHING] * len(results))[column] = f"{size / MIB:.1f}"
+    tokens = [f"{result.size.tokens} tokens" for result in results]
+    headers = ["MiB beside weights and inputs", *tokens]
+    return _table(headers, ([name, *cells] for name, cells in rows.items()), style)
 
 
 def _listed(values: Mapping[str, float], style: str) -> str:
     return ", ".join(f"{name} {value:{style}}" for name, value in values.items())
 
 
-def notes(result: LayerResult) -> list[str]:
-    """What belongs beside the tables."""
-    size, plan = result.size, result.spreads["route plan"]
-    padded = size.gemm_load().rows
+def layer_notes(result: LayerResult) -> list[str]:
+    """What belongs beside the table of one number of tokens."""
+    size = result.size
+    alone = {name: result.spreads[name].median * 1e3 for name in ("route plan", "staging x", "staging dy")}
     lines = [
-        f"TFLOP/s: {FLOP_CONVENTION}.",
-        f"Method: {METHOD}.",
-        f"DeepGEMM multiplies {padded} rows (whole blocks, equal loads) where the layer has {size.rows}.",
-        f"Route plan alone, as in front of the forward: {plan.median * 1e3:.0f} us.",
-        f"Host time of one call: {_listed(result.host_us, '.0f')} us.",
-        f"Ceilings in this run: {_listed(result.ceilings, '.1f')}.",
+        f"DeepGEMM multiplies {size.gemm_load().rows} rows (whole blocks, equal loads) where the layer has "
+        f"{size.rows}.",
+        f"Alone, in us: {_listed(alone, '.0f')}. The route plan is in every pass, staging in none.",
         f"Relative difference from torch eager: {_listed(result.differences, '.1e')}.",
-        "Peaks: the most that a forward and backward add, outputs and gradients included.",
+        f"Seconds of this measurement: {_listed(result.seconds, '.1f')}.",
     ]
     return lines + [f"Not measured: {name}: {reason}" for name, reason in result.failures.items()]
 
 
-def as_text(result: LayerResult) -> str:
-    """Everything, for a terminal."""
-    return "\n\n".join([title(result), time_table(result), memory_table(result), "\n".join(notes(result))])
+def slower_than_rival(results: Sequence[LayerResult]) -> list[str]:
+    """Where the kernels take longer than torch compile."""
+    ratios = [
+        (f"{item.name} at {result.size.tokens} tokens", result.ratio_to(RIVAL, item))
+        for result in results
+        for item in result.passes
+    ]
+    return [f"{where} ({ratio:.2f})" for where, ratio in ratios if ratio is not None and ratio > 1]
 
 
-def as_markdown(result: LayerResult, environment: Mapping[str, str]) -> str:
+def _bars(passes: Iterable[Pass]) -> str:
+    return "; ".join(
+        f"{item.name} {item.bars.lands:.2f} / {item.bars.done:.2f} / {item.bars.goal:.2f}"
+        for item in passes
+        if item.bars is not None
+    )
+
+
+def notes(results: Sequence[LayerResult]) -> list[str]:
+    """What belongs beside the summary."""
+    lines = [
+        "Ratios are of times: to the sum of DeepGEMM's products, to torch's layer eager and compiled; below "
+        "1 the kernels are faster.",
+        f"Bars, lands / done / goal, set for {BAR_TOKENS} tokens: {_bars(PASSES)}.",
+        f"TFLOP/s: {FLOP_CONVENTION}.",
+        f"Method: {method(results)}. Nothing waits between calls: one that is not in a graph and takes less "
+        "than its host time shows as much of that as the calls before it did not hide.",
+        f"Ceilings of this process: {_listed(results[0].ceilings, '.1f')}.",
+        "Peaks: the most that a forward and backward add, outputs and gradients included. z is kept for each "
+        "layer, all else is shared by all layers.",
+    ]
+    if all(RIVAL in result.peers for result in results):
+        slower = ", ".join(slower_than_rival(results)) or "nowhere"
+        lines.insert(1, f"Slower than {RIVAL}: {slower}.")
+    return lines
+
+
+def layer_text(result: LayerResult) -> str:
+    """One number of tokens, for a terminal."""
+    heading = f"{result.size.tokens} tokens, {result.size.rows} rows"
+    return "\n\n".join([heading, time_table(result), "\n".join(layer_notes(result))])
+
+
+def summary_text(results: Sequence[LayerResult]) -> str:
+    """What all numbers of tokens come to, for a terminal."""
+    parts = [title(results), summary_table(results), memory_table(results), "\n".join(notes(results))]
+    return "\n\n".join(parts)
+
+
+def as_markdown(results: Sequence[LayerResult], environment: Mapping[str, str]) -> str:
     """Everything, for a document."""
     facts = [(name, value) for name, value in environment.items() if value]
     sections = [
-        f"# {title(result)}",
-        time_table(result, "github"),
-        memory_table(result, "github"),
-        "\n".join(f"- {line}" for line in notes(result)),
-        tabulate(facts, headers=["run", ""], tablefmt="github", disable_numparse=True),
-        f"![times, ratios and roofline]({PNG_NAME})",
+        f"# {title(results)}",
+        summary_table(results, "github"),
+        f"![ratios and roofline]({PNG_NAME})",
+        "\n".join(f"- {line}" for line in notes(results)),
+        memory_table(results, "github"),
     ]
+    for result in results:
+        sections += [
+            f"## {result.size.tokens} tokens",
+            time_table(result, "github"),
+            "\n".join(f"- {line}" for line in layer_notes(result)),
+        ]
+    sections += ["## Run", _table(["run", ""], facts, "github")]
     return "\n\n".join(sections) + "\n"
 
 
-def as_record(result: LayerResult, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Everything, for :func:`json.dumps`."""
-    summary = {
-        direction: {
-            "gemm_sum_ms": result.gemm_sum(direction),
-            "tflops": {
-                who: result.tflops(result.spreads[f"{who} {direction}"].median, direction)
-                for who in contenders(result)
-            },
-            "ratio_to_gemm_sum": {who: result.ratio(who, direction) for who in contenders(result)},
-        }
-        for direction in DIRECTIONS
+def _pass_record(result: LayerResult, item: Pass) -> dict[str, Any]:
+    milliseconds = result.ms(GRAPH, item.name)
+    return {
+        "direction": item.direction,
+        "ms": milliseconds,
+        "launched_ms": result.ms(LAUNCH, item.name),
+        "gemm_sum_ms": result.gemm_sum(item.direction),
+        "tflops": result.tflops(milliseconds, item.direction),
+        "ratio_to_gemm_sum": result.ratio(item),
+        "ratio_to_torch_eager": result.ratio_to("torch eager", item),
+        "ratio_to_torch_compile": result.ratio_to(RIVAL, item),
+        "bars": None if item.bars is None else asdict(item.bars),
+        "verdict": result.verdict(item),
     }
-    return {**environment, "flop_convention": FLOP_CONVENTION, "method": METHOD, **summary, **asdict(result)}
 
 
-def _draw_bars(axes: matplotlib.axes.Axes, result: LayerResult, direction: str) -> None:
-    times = {"gemms": result.gemm_sum(direction)}
-    times.update({who: result.spreads[f"{who} {direction}"].median for who in contenders(result)})
-    labels = ["sum of DeepGEMM's products", *(LABELS[who] for who in contenders(result))]
-    bars = axes.barh(labels, list(times.values()), color=[COLORS[who] for who in times])
-    texts = [f"{ms:.2f} ms, {ms / times['gemms']:.2f}x" for ms in times.values()]
-    axes.bar_label(bars, texts, padding=3, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(times.values()) * 1.35)
-    axes.set_xlabel("ms (and ratio to the sum of products)")
-    axes.set_title(direction, fontsize=10)
-    axes.tick_params(labelsize=8)
+def as_record(results: Sequence[LayerResult], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Everything, for :func:`json.dumps`: ``layers`` has an entry for each number of tokens."""
+    layers = [
+        {"passes": {item.name: _pass_record(result, item) for item in result.passes}, **asdict(result)}
+        for result in results
+    ]
+    return {
+        **environment,
+        "flop_convention": FLOP_CONVENTION,
+        "method": method(results),
+        "slower_than_torch_compile": slower_than_rival(results),
+        "layers": layers,
+    }
 
 
-def _draw_roofline(axes: matplotlib.axes.Axes, result: LayerResult) -> None:
-    peak = next(value for name, value in result.ceilings.items() if name.endswith(PRODUCT_CEILING))
-    bandwidth = next(value for name, value in result.ceilings.items() if name.endswith(COPY_CEILING))
-    dw_bytes = FP32_BYTES if result.dw_dtype == "fp32" else BF16_BYTES
-    traffic = result.size.compulsory_bytes(dw_bytes)
-    flops = {"forward": result.size.forward_flops, "backward": result.size.backward_flops}
-    intensity = {direction: flops[direction] / traffic[direction] for direction in DIRECTIONS}
-    ridge = peak / bandwidth
-    left, right = min(*intensity.values(), ridge) / 4, max(*intensity.values(), ridge) * 4
-    axes.plot([left, ridge, right], [left * bandwidth, peak, peak], color="black", linewidth=1.2)
-    axes.annotate(
-        f"{peak:.0f} TFLOP/s (torch bf16 product)",
-        (ridge, peak),
-        (0, 5),
-        textcoords="offset points",
-        fontsize=8,
-    )
-    for direction, marker in zip(DIRECTIONS, ("o", "s"), strict=True):
-        times = {"gemms": result.gemm_sum(direction)}
-        times.update({who: result.spreads[f"{who} {direction}"].median for who in contenders(result)})
-        for who, ms in times.items():
-            name = LABELS.get(who, "sum of DeepGEMM's products")
-            axes.plot(
-                intensity[direction],
-                result.tflops(ms, direction),
-                marker,
-                color=COLORS[who],
-                label=f"{direction}: {name}",
-            )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("FLOP per byte that must be moved (weights, inputs and outputs once)")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"roofline: {bandwidth:.1f} TB/s device copy", fontsize=10)
-    axes.grid(alpha=0.25, which="both")
-    axes.legend(fontsize=6, loc="lower right")
-
-
-def draw(result: LayerResult, path: Path) -> None:
-    """Bars of both directions and the roofline, as a PNG."""
-    figure = matplotlib.figure.Figure(figsize=(13, 8), dpi=110, layout="constrained")
-    grid = figure.add_gridspec(2, 2)
-    for row, direction in enumerate(DIRECTIONS):
-        _draw_bars(figure.add_subplot(grid[row, 0]), result, direction)
-    _draw_roofline(figure.add_subplot(grid[:, 1]), result)
-    figure.suptitle(title(result), fontsize=11)
-    figure.savefig(path)
-
-
-def write_reports(directory: Path, result: LayerResult, environment: Mapping[str, str]) -> list[Path]:
-    """Write layer.json, layer.md and layer.png into ``directory`` (made if missing). Returns their paths."""
+def write_texts(
+    directory: Path, results: Sequence[LayerResult], environment: Mapping[str, str]
+) -> list[Path]:
+    """Write layer.json and layer.md into ``directory`` (made if missing). Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in (JSON_NAME, MARKDOWN_NAME, PNG_NAME)]
-    record = json.dumps(as_record(result, environment), indent=1, allow_nan=False) + "\n"
+    paths = [directory / name for name in (JSON_NAME, MARKDOWN_NAME)]
+    record = json.dumps(as_record(results, environment), indent=1, allow_nan=False) + "\n"
     paths[0].write_text(record, "utf-8")
-    paths[1].write_text(as_markdown(result, environment), "utf-8")
-    draw(result, paths[2])
+    paths[1].write_text(as_markdown(results, environment), "utf-8")
     return paths
+
+
+def write_reports(
+    directory: Path, results: Sequence[LayerResult], environment: Mapping[str, str]
+) -> list[Path]:
+    """:func:`write_texts`, and layer.png."""
+    paths = write_texts(directory, results, environment)
+    draw(results, title(results), directory / PNG_NAME)
+    return [*paths, directory / PNG_NAME]

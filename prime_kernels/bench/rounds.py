@@ -7,6 +7,7 @@ fastest; here every round calls each contender once, and every other round in re
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,8 @@ from typing import Protocol
 import torch
 
 from .timing import REPEATS, WARMUPS
+
+MICROSECONDS = 1e6
 
 
 class Event(Protocol):
@@ -87,6 +90,28 @@ def interleave(
                     pairs[name].append((start, end))
     synchronize()
     return {name: Spread.of([start.elapsed_time(end) for start, end in pairs[name]]) for name in names}
+
+
+def host_times(
+    contender: Contender, rounds: int, calls: int, synchronize: Callable[[], None] = torch.cuda.synchronize
+) -> dict[str, float]:
+    """Microseconds of host time of each call: the median over ``rounds``, each the mean of ``calls`` turns.
+
+    A round starts on an idle GPU; keep it shorter than the launch queue, so that it never waits for the GPU.
+    """
+    samples: dict[str, list[float]] = {name: [] for name, _ in contender.calls}
+    for _ in range(rounds):
+        synchronize()
+        totals = dict.fromkeys(samples, 0.0)
+        for _ in range(calls):
+            for name, call in contender.calls:
+                start = time.perf_counter()
+                call()
+                totals[name] += time.perf_counter() - start
+        for name, total in totals.items():
+            samples[name].append(total / calls * MICROSECONDS)
+    synchronize()
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 class Captured:

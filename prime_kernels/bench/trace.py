@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ WORDS, LONGS = EVENT_BYTES // 4, EVENT_BYTES // 8
 FIRST_TIME = 2  # in 8-byte units
 PHASE_SHIFT, WARPGROUP_MASK = 16, 0xFFFF
 WARMUPS = 3
-NS_PER_US = 1e3
+NS_PER_US, NS_PER_MS = 1e3, 1e6
 PARTS = ("wait", "product", "epilogue")
 TIME_BINS = 2400  # columns of the picture
 
@@ -46,6 +46,7 @@ class Timeline:
         times: int64 [events, 4], nanoseconds since the first: task asked for, operands there, product over,
             results stored.
         dropped: events that did not fit.
+        launch_ns: nanoseconds of the whole call, route plan and last combine included; None: not measured.
     """
 
     phases: tuple[str, ...]
@@ -58,6 +59,7 @@ class Timeline:
     block: Tensor
     times: Tensor
     dropped: int
+    launch_ns: float | None = None
 
     @property
     def span(self) -> int:
@@ -108,11 +110,16 @@ def record(rank: Sm90Rank, call: Callable[[], None], phases: Sequence[str]) -> T
     """The timeline of one ``call`` on a rank built with ``trace=True``, after a few that are not kept."""
     for _ in range(WARMUPS):
         call()
+    # Queued behind the warm-ups, so that host time is no part of it.
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in ("start", "end"))
     rank.trace_counts.zero_()
+    start.record()
     call()
+    end.record()
     torch.cuda.synchronize()
     rank.check()
-    return decode(rank.trace_events, rank.trace_counts, phases)
+    timeline = decode(rank.trace_events, rank.trace_counts, phases)
+    return replace(timeline, launch_ns=start.elapsed_time(end) * NS_PER_MS)
 
 
 def part_means(timeline: Timeline) -> list[tuple[str, int, list[float]]]:
@@ -124,6 +131,22 @@ def part_means(timeline: Timeline) -> list[tuple[str, int, list[float]]]:
         if len(mine):
             result.append((name, len(mine), mine.mean(0).tolist()))
     return result
+
+
+def shares(timeline: Timeline) -> dict[str, float]:
+    """What the warpgroups did from the first task to the last, as parts of 1; "no task" is the rest."""
+    totals = timeline.times.diff(dim=1).double().sum(0) / (timeline.lines * max(1, timeline.span))
+    result = dict(zip(PARTS, totals.tolist(), strict=True))
+    return {**result, "no task": 1 - sum(result.values())}
+
+
+def outline(timeline: Timeline) -> str:
+    """One line: the span, its parts, and the whole call where it was measured."""
+    parts = ", ".join(f"{name} {share:.1%}" for name, share in shares(timeline).items())
+    text = f"from the first task to the last: {timeline.span / NS_PER_US:.0f} us ({parts})"
+    if timeline.launch_ns is None:
+        return text
+    return f"{text}; the whole call: {timeline.launch_ns / NS_PER_US:.0f} us"
 
 
 def per_line(timeline: Timeline) -> dict[str, Tensor]:
@@ -165,7 +188,7 @@ def summarize(timeline: Timeline) -> str:
     text = [
         tabulate(phase_rows, headers=headers, disable_numparse=True),
         tabulate(line_rows, headers=["per warpgroup", "mean us", "min", "max"], disable_numparse=True),
-        f"from the first task to the last: {timeline.span / NS_PER_US:.0f} us",
+        outline(timeline),
     ]
     if timeline.dropped:
         text.append(f"{timeline.dropped} events did not fit and are missing")
@@ -271,7 +294,7 @@ def draw(timeline: Timeline, path: Path, title: str) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9)
     axes.set_xlabel("us since the first task")
     axes.set_ylabel("SM")
-    axes.set_title(title, fontsize=11)
+    axes.set_title(f"{title}\n{outline(timeline)}", fontsize=11)
     figure.savefig(path)
 
 

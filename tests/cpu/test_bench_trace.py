@@ -6,6 +6,7 @@ import ctypes
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -18,9 +19,11 @@ from prime_kernels.bench.trace import (
     EVENT_BYTES,
     FORWARD_PHASES,
     decode,
+    outline,
     part_means,
     per_line,
     raster,
+    shares,
     summarize,
     write_trace,
 )
@@ -124,6 +127,21 @@ def test_means_and_losses() -> None:
     words = [line.split() for line in summarize(timeline).splitlines()]
     assert ["L2", "1", "1.00", "2.00", "0.50", "8.8%", "6", "10"] in words
     assert ["idle", "at", "the", "end", "3.0", "0.0", "5.0"] in words
+
+
+def test_shares_and_the_whole_call() -> None:
+    timeline = decode(*device_tensors(LINES), FORWARD_PHASES)
+    parts = shares(timeline)
+    # Four warpgroups for 10 us each.
+    assert parts == {
+        "wait": pytest.approx(6 / 40),
+        "product": pytest.approx(11 / 40),
+        "epilogue": pytest.approx(3.5 / 40),
+        "no task": pytest.approx(19.5 / 40),
+    }
+    assert "to the last: 10 us (wait 15.0%, product 27.5%, epilogue 8.8%, no task 48.7%)" in outline(timeline)
+    assert outline(replace(timeline, launch_ns=12_400.0)).endswith("; the whole call: 12 us")
+    assert outline(timeline) in summarize(timeline)
 
 
 def test_picture_rows_are_sorted_by_sm() -> None:
