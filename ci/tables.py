@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "ci" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "end-to-end.md")
 GIB = 2**30
+LAYER = "*-layer-*-????-??-??.json"
+DATE = slice(-len("2026-12-31"), None)  # of a result's name without its suffix
 END_TO_END = "*-end-to-end-????-??-??.json"
+MISSING = "-"
 NOT_MEASURED = "Not measured on a GPU yet."
 LOSS_KEYS = ("first", "largest")
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -102,6 +105,51 @@ def sm90_in_turns() -> str:
     return f"{source_line(path, result)}\n\n{markdown(headers, rows)}"
 
 
+def layer_results() -> list[tuple[Path, dict[str, Any]]]:
+    """The newest sweep of `bench layer` for every model and number of local experts, smallest model first."""
+    newest_of: dict[tuple[int, str, int], tuple[Path, dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob(LAYER), key=lambda path: (path.stem[DATE], path.name)):
+        result = json.loads(path.read_text("utf-8"))
+        size = result["layers"][0]["size"]
+        newest_of[size["hidden"], size["model"], size["experts"]] = (path, result)
+    return [newest_of[key] for key in sorted(newest_of)]
+
+
+def pass_rows(size: dict[str, Any], passes: dict[str, Any]) -> list[list[str]]:
+    """One row a pass of the kernels at one number of tokens."""
+    name = f"{size['model']} (H {size['hidden']}, I {size['intermediate']}), {size['experts']} local experts"
+    rows = []
+    for what, figures in passes.items():
+        times = [f"{figures[key]:.3f}" for key in ("ms", "launched_ms", "gemm_sum_ms")]
+        ratios = [figures[f"ratio_to_{peer}"] for peer in ("gemm_sum", "torch_eager", "torch_compile")]
+        to_products, *to_torch = [MISSING if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        verdict = figures["verdict"] or MISSING
+        rows.append([name, str(size["tokens"]), what, *times, to_products, verdict, *to_torch])
+    return rows
+
+
+def layer_table(only_largest: bool) -> str:
+    """The passes of the fused kernels, at every number of tokens or at the largest of each sweep."""
+    results = layer_results()
+    if not results:
+        return NOT_MEASURED
+    lines, rows = [], []
+    for path, result in results:
+        slower = result["slower_than_torch_compile"]
+        line = f"- {source_line(path, result)}."
+        if slower is not None:
+            line += f" Slower than torch compile: {', '.join(slower) or 'nowhere'}."
+        lines.append(line)
+        layers = sorted(result["layers"], key=lambda layer: layer["size"]["tokens"])
+        for layer in layers[-1:] if only_largest else layers:
+            rows += pass_rows(layer["size"], layer["passes"])
+    headers = [
+        "layer", "tokens", "pass", "ms", "launched ms", "products ms", "to products", "bar", "to torch eager",
+        "to torch compile",
+    ]  # fmt: skip
+    return "\n".join(lines) + f"\n\n{markdown(headers, rows)}"
+
+
 def end_to_end_rows(result: dict[str, Any]) -> list[list[str]]:
     """Variant, ms per step, tokens per second, speed relative to the first variant, peak memory."""
     first = next(iter(result["variants"].values()))["step"]["median"]
@@ -163,6 +211,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "grouped-gemm": grouped_gemm,
     "grouped-gemm-summary": grouped_gemm_summary,
     "sm90-in-turns": sm90_in_turns,
+    "layer": lambda: layer_table(only_largest=False),
+    "layer-summary": lambda: layer_table(only_largest=True),
     "end-to-end": end_to_end,
     "end-to-end-summary": end_to_end_summary,
 }

@@ -143,8 +143,10 @@ def layer_notes(result: LayerResult) -> list[str]:
     return lines + [f"Not measured: {name}: {reason}" for name, reason in result.failures.items()]
 
 
-def slower_than_rival(results: Sequence[LayerResult]) -> list[str]:
-    """Where the kernels take longer than torch compile."""
+def slower_than_rival(results: Sequence[LayerResult]) -> list[str] | None:
+    """Where the kernels take longer than torch compile; None unless that was measured everywhere."""
+    if not all(RIVAL in result.peers for result in results):
+        return None
     ratios = [
         (f"{item.name} at {result.size.tokens} tokens", result.ratio_to(RIVAL, item))
         for result in results
@@ -174,9 +176,9 @@ def notes(results: Sequence[LayerResult]) -> list[str]:
         "Peaks: the most that a forward and backward add, outputs and gradients included. z is kept for each "
         "layer, all else is shared by all layers.",
     ]
-    if all(RIVAL in result.peers for result in results):
-        slower = ", ".join(slower_than_rival(results)) or "nowhere"
-        lines.insert(1, f"Slower than {RIVAL}: {slower}.")
+    slower = slower_than_rival(results)
+    if slower is not None:
+        lines.insert(1, f"Slower than {RIVAL}: {', '.join(slower) or 'nowhere'}.")
     return lines
 
 

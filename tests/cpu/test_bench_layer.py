@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import matplotlib.image
 import pytest
@@ -29,6 +31,7 @@ from prime_kernels.bench.rounds import Contender, Spread, host_times, interleave
 from prime_kernels.bench.torch_moe import torch_moe
 from prime_kernels.reference import moe_backward, moe_forward
 
+REPO = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SMALL = LayerSize("small", hidden=64, intermediate=32, experts=8, topk=3, tokens=40)
 
@@ -303,6 +306,7 @@ def test_where_torch_compile_is_faster_is_said() -> None:
     assert "Slower than torch compile: forward, z kept at 1024 tokens (1.08), " in summary_text(results)
     assert "Slower than torch compile: nowhere." in summary_text(results[1:])
     assert "Slower than" not in summary_text([results[0], slow])
+    assert as_record([results[0], slow], {})["slower_than_torch_compile"] is None
 
 
 def test_text_says_what_was_measured_and_what_was_not() -> None:
@@ -372,3 +376,55 @@ def test_numbers_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
     assert as_record([result], {})["layers"][0]["size"]["topk"] == 8
     with pytest.raises(ValueError, match="JSON compliant"):
         write_reports(tmp_path, [result], {})
+
+
+def load_tables(root: Path) -> ModuleType:
+    """ci/tables.py, as if the repository were at ``root``."""
+    spec = importlib.util.spec_from_file_location("tables", REPO / "ci" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    vars(tables).update(ROOT=root, RESULTS=root / "ci" / "results")
+    return tables
+
+
+def test_tables_of_the_docs(tmp_path: Path) -> None:
+    tables = load_tables(tmp_path)
+    assert tables.TABLES["layer"]() == tables.TABLES["layer-summary"]() == tables.NOT_MEASURED
+    results = tmp_path / "ci" / "results"
+    environment = {"hardware": "a GPU", "torch": "2.11", "commit": "abcdef0123", "command": "python -m x"}
+    old = made_up_result(16384, failures={})
+    new = [with_compile(made_up_result(1024), 2.4, 6.0), with_compile(made_up_result(), 3.0, 9.0)]
+    large = made_up_result(size=layer_size("qwen3-235b-a22b", 4096, 16))
+    for name, date, measured in (
+        ("qwen3-30b-a3b", "2026-12-02", new),
+        ("qwen3-30b-a3b-again", "2026-12-01", [old]),
+        ("qwen3-235b-a22b", "2026-12-01", [large]),
+    ):
+        record = as_record(measured, {**environment, "date": f"{date}T12:00:00"})
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"h200-layer-{name}-{date}.json").write_text(json.dumps(record))
+    text = tables.TABLES["layer"]()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    name = "qwen3-30b-a3b (H 2048, I 768), 16 local experts"
+    assert len(rows) == 2 + 3 * 4
+    assert rows[2] == [name, "1024", "forward", "2.380", "2.500", "2.000", "1.19", "done", "0.30", "0.99"]
+    assert rows[-1][1:] == [
+        "4096",
+        "backward, z kept",
+        "4.300",
+        "4.400",
+        "4.000",
+        "1.07",
+        "goal",
+        "0.21",
+        "-",
+    ]
+    assert "Slower than torch compile: forward, z kept at 1024 tokens (1.08), backward" in text
+    assert text.count("Slower than") == 1
+    assert "again" not in text
+    assert "{to_root}ci/results/h200-layer-qwen3-235b-a22b-2026-12-01.json" in text
+    summary = tables.TABLES["layer-summary"]()
+    assert "| 1024 " not in summary
+    assert summary.count("| 16384 ") == summary.count("| 4096 ") == 4
