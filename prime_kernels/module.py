@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import ep, runtime
 from .checks import check_clamp, check_group, check_int, check_tensors
+from .dtensor import local_weight
 from .op import PRECISIONS, mega_moe
 from .symm import SymmBuffer, get_symm_buffer_for_mega_moe
 from .validation import DATA_DTYPES, check_keep, check_topk
@@ -113,6 +114,9 @@ class MegaMoE(nn.Module):
     * with shared experts ``shared_gate_up`` [2Is, H] and ``shared_down`` [H, Is], where Is is
       num_shared_experts * I. They are replicated over the group, and their gradients are those of this rank's
       tokens.
+
+    Parameters may also be DTensors of all experts, sharded over the group on dim 0
+    (:mod:`~.integrations.expert_sharding` makes them); this rank computes with its part.
 
     A parameter with an fp32 ``main_grad`` of its shape has its gradient added there (see
     :func:`~.op.mega_moe`). Inside ``torch.autocast`` x and the weights are cast to the autocast dtype.
@@ -313,20 +317,24 @@ class MegaMoE(nn.Module):
         if self.shared_gate_up is None or self.shared_down is None:
             shared = None
         else:
-            shared = (self.shared_gate_up, self.shared_down)
+            shared = (
+                local_weight("shared_gate_up", self.shared_gate_up, "shared experts", replicated=True),
+                local_weight("shared_down", self.shared_down, "shared experts", replicated=True),
+            )
         y = mega_moe(
             x.reshape(-1, self.hidden),
             topk_idx.reshape(-1, self.top_k),
             topk_weights.reshape(-1, self.top_k),
-            self.gate_up,
-            self.down,
+            local_weight("gate_up", self.gate_up),
+            local_weight("down", self.down),
             buffer=buffer,
             precision=self.precision,
             activation_clamp=self.activation_clamp,
             shared=shared,
             keep=self.keep,
         )
-        return y.reshape(x.shape)
+        # Not a view for autograd: FSDP's hook on the output would be lost with an operation in place on one.
+        return torch.ops.aten._unsafe_view.default(y, x.shape) if x.dim() != 2 else y
 
     def extra_repr(self) -> str:
         parts = [

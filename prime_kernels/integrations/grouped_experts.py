@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..dtensor import check_placements as check_placements
+from ..dtensor import local_weight
+
 SPLIT_NAMES = ("w1", "w2", "w3")
 FUSED_NAMES = ("gate_up", "down")
 
@@ -150,30 +153,7 @@ def _local(experts: nn.Module, name: str) -> Tensor:
     weight: Tensor = getattr(experts, name)
     if weight.dim() != 3:
         raise ValueError(f"{name} has shape {list(weight.shape)}, needs three dims, experts first")
-    if not isinstance(weight, DTensor):
-        return weight
-    check_placements(name, weight, "experts")
-    local = weight.to_local()
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None:
-        local.main_grad = main_grad.to_local() if isinstance(main_grad, DTensor) else main_grad  # type: ignore[attr-defined]
-    return local
-
-
-def check_placements(name: str, tensor: DTensor, what: str, dims: tuple[int, ...] = (0,)) -> None:
-    """A DTensor that is split over ``dims`` alone, so that its local part is whole experts or tokens.
-
-    Raises:
-        ValueError: names the tensor, and the mesh dim with its placement.
-    """
-    for mesh_dim, placement in enumerate(tensor.placements):
-        ranks = tensor.device_mesh.size(mesh_dim)
-        if ranks > 1 and not any(placement.is_shard(dim) for dim in dims):
-            wanted = " or ".join(f"Shard({dim})" for dim in dims)
-            raise ValueError(
-                f"{name} is {placement} over mesh dim {mesh_dim} of {ranks} ranks; the kernels "
-                f"need whole {what} on each rank and each of them once: {wanted}"
-            )
+    return local_weight(name, weight)
 
 
 def _check_shapes(experts: nn.Module, weights: dict[str, Tensor], inter: int) -> None:
