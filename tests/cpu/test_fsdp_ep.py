@@ -23,19 +23,21 @@ from fsdp_cases import (
     Sizes,
     Trace,
     build,
+    load,
     loss_of,
     make_batches,
     optimizer_of,
     single_model,
+    state_of,
     tokens_of,
     train,
     train_single,
+    weights_of,
     whole,
 )
 from gloo_world import GlooWorld
 from op_helpers import assert_close, relative_error
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -52,10 +54,6 @@ EXACT = 1e-10
 BF16_TOLERANCE = 3e-2  # of a whole model that computes in bf16, against one in float64
 
 four_ranks = pytest.mark.parametrize("world", [RANKS], indirect=True, ids=["4ranks"])
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
 def check(results: list[Trace], expected: Trace) -> None:
@@ -203,19 +201,6 @@ def single_mega_model(sizes: Sizes, seed: int = 0) -> Model:
             num_shared_experts=sizes.shared_experts, dtype=torch.float64,
         ),
         torch.float64,
-    )  # fmt: skip
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )  # fmt: skip
 
 

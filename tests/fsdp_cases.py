@@ -1,17 +1,21 @@
-"""What the tests of FSDP2 with expert parallelism share: a model of the usual shape, batches of every rank, a
-single process's results."""
+"""What the tests of FSDP2 with expert parallelism share, on CPU and GPU.
+
+A model of the usual shape, the batches of all ranks, and the training of one process and of several.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from op_helpers import Inputs, expected_forward
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -41,7 +45,7 @@ class Sizes:
 
 
 class PlainExperts(nn.Module):
-    """All experts in plain autograd ops, with the parameter names of MegaMoE."""
+    """All experts in plain autograd ops, each on all tokens, with the parameter names of MegaMoE."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -56,9 +60,16 @@ class PlainExperts(nn.Module):
             self.shared_down = parameter(sizes.hidden, sizes.shared_experts * sizes.inter)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        shared = (self.shared_gate_up, self.shared_down) if hasattr(self, "shared_down") else None
-        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, topk_idx, topk_weights)]
-        return expected_forward(Inputs(*rows, self.gate_up, self.down, shared)).reshape(x.shape)
+        y = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            weight = (topk_weights * (topk_idx == expert)).sum(-1, keepdim=True)
+            y = y + weight * _swiglu(x, gate_up, down)
+        return y + _swiglu(x, self.shared_gate_up, self.shared_down) if hasattr(self, "shared_down") else y
+
+
+def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
 
 
 def _keep_y(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -173,9 +184,10 @@ def make_batches(sizes: Sizes, step: int) -> list[Batch]:
 
 def loss_of(model: nn.Module, batch: Batch, all_tokens: int, ranks: int = RANKS) -> Tensor:
     """A rank's loss: the mean of the ranks' losses is the mean over the tokens of all ranks."""
-    logits = model(batch.ids)
+    device = next(model.parameters()).device
+    logits = model(batch.ids.to(device))
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    total = F.cross_entropy(wide.flatten(0, 1), batch.labels.flatten().to(device), reduction="sum")
     return total * (batch.scale * ranks / all_tokens)
 
 
@@ -301,6 +313,24 @@ def build(setup: Setup, weights: dict[str, Tensor] | None) -> Model:
     if weights is None:
         model.to_empty(device=setup.device)
     return model
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters of a model that is not sharded."""
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Fill both from a checkpoint of :func:`state_of`."""
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def whole(tensor: Tensor) -> Tensor:
