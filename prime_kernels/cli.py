@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, Command] = {
         commands={
             "gemm": Command("the grouped BF16 GEMMs, in TFLOP/s", "bench.gemm:main"),
             "layer": Command("one layer, both directions, beside its GEMMs and torch", "bench.layer:main"),
+            "ep": Command("one layer over several GPUs, beside torch's all-to-all", "bench.ep:main"),
             "memory": Command("memory of a rank against the number of ranks", "bench.memory:main"),
             "end-to-end": Command(
                 "train a Transformers model with its experts and with ours", "bench.end_to_end:main"

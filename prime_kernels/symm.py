@@ -19,6 +19,7 @@ from torch import Tensor
 from . import ep, runtime, validation
 from ._dropin import upstream_attribute
 from .checks import check_group, zeroed_bytes
+from .peer_access import check_peer_access, gpu_view
 from .validation import DATA_DTYPES
 
 if TYPE_CHECKING:
@@ -219,6 +220,8 @@ class SymmBuffer:
         )  # fmt: skip
         if self._base is None:
             validation.check_nvlink_domain(self.group, ep.nvlink_domain())
+            if self.group is not None and self.num_ranks > 1:
+                check_peer_access(self.group, gpu_view(device))
             memory = Sm90Memory(shape, self.rank, self.group, device)
         else:
             assert self._base.sm90_memory is not None

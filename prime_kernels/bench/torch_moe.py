@@ -17,6 +17,27 @@ def _grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return function(rows, matrices, offs=ends)
 
 
+def sort_entries(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts the T*K entries by expert, int64 [T*K], and where each expert's end, [E]."""
+    experts, order = topk_idx.reshape(-1).sort(stable=True)
+    every_expert = torch.arange(num_experts, device=topk_idx.device)
+    return order, torch.searchsorted(experts, every_expert, right=True)
+
+
+def run_experts(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """down(silu(gate(row)) * up(row)) of [N, H] rows sorted by expert; ``ends``: int32 [E]."""
+    gate, up = _grouped_mm(rows, gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
+    return _grouped_mm(F.silu(gate) * up, down.transpose(1, 2), ends)
+
+
+def weigh_and_sum(results: Tensor, order: Tensor, topk_weights: Tensor) -> Tensor:
+    """y [T, H] of the results [T*K, H] of all entries in the order of :func:`sort_entries`."""
+    weights = topk_weights.reshape(-1).index_select(0, order).to(results.dtype)
+    results = results * weights.unsqueeze(1)
+    slots = torch.empty_like(results).index_copy(0, order, results)
+    return slots.view(*topk_weights.shape, -1).sum(1)
+
+
 def torch_moe(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """y = sum over k of weight[t, k] * down(silu(gate(x)) * up(x)) of expert topk_idx[t, k]; differentiable.
 
@@ -29,14 +50,7 @@ def torch_moe(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, gate_up: Tensor
     Returns:
         bf16 [T, H].
     """
-    tokens, topk = topk_idx.shape
-    experts, order = topk_idx.reshape(-1).sort(stable=True)
-    every_expert = torch.arange(gate_up.shape[0], device=x.device)
-    ends = torch.searchsorted(experts, every_expert, right=True).to(torch.int32)
-    rows = x.index_select(0, order // topk)
-    gate, up = _grouped_mm(rows, gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
-    result = _grouped_mm(F.silu(gate) * up, down.transpose(1, 2), ends)
-    weights = topk_weights.reshape(-1).index_select(0, order).to(x.dtype)
-    result = result * weights.unsqueeze(1)
-    slots = torch.empty_like(result).index_copy(0, order, result)
-    return slots.view(tokens, topk, -1).sum(1)
+    order, ends = sort_entries(topk_idx, gate_up.shape[0])
+    rows = x.index_select(0, order // topk_idx.shape[1])
+    results = run_experts(rows, ends.to(torch.int32), gate_up, down)
+    return weigh_and_sum(results, order, topk_weights)
