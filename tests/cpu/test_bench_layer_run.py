@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_bench_trace import LINES, device_tensors
 from torch import Tensor
 
 from prime_kernels import cli, models, sm90
-from prime_kernels.bench import layer, layer_contenders, layer_run
+from prime_kernels.bench import layer, layer_contenders, layer_run, trace
 from prime_kernels.bench.layer_bars import PASSES
 from prime_kernels.bench.rounds import host_times, interleave
 from prime_kernels.reference import BF16_ROUNDING, moe_backward, moe_forward
@@ -167,3 +169,27 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
         run(tmp_path, "--tokens 64 96 --peers")
     record = json.loads((tmp_path / "layer.json").read_text())
     assert [entry["size"]["tokens"] for entry in record["layers"]] == [64]
+
+
+def test_traces_of_every_pass_at_the_most_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[int, tuple[str, ...]]] = []
+
+    def record(rank: Any, call: Callable[[], None], phases: tuple[str, ...]) -> trace.Timeline:
+        call()
+        assert rank.trace_counts.numel() > 0
+        seen.append((rank.shape.tokens, phases))
+        return trace.decode(*device_tensors(LINES), phases)
+
+    monkeypatch.setattr(trace, "record", record)
+    code, _ = run(tmp_path, "--tokens 96 64 --peers --trace")
+    assert code == 0
+    assert seen == [(96, trace.FORWARD_PHASES), (96, trace.BACKWARD_PHASES)] * 2
+    for item in PASSES:
+        assert (tmp_path / f"trace-{item.slug}.png").stat().st_size > 10_000
+        assert (tmp_path / f"trace-{item.slug}.json.gz").exists()
+    assert "backward, z kept:" in capsys.readouterr().out
+    assert {item.slug for item in PASSES} == {
+        "forward", "forward-z-kept", "backward-z-recomputed", "backward-z-kept"
+    }  # fmt: skip
