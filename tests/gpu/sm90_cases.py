@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from prime_kernels import sm90
 from prime_kernels.backward import sm90_bf16 as backward_kernel
 from prime_kernels.exchange import Pools
 from prime_kernels.forward import sm90_bf16 as forward_kernel
-from prime_kernels.jit import compile_kernel
+from prime_kernels.jit import KernelSource, compile_kernel
 from prime_kernels.reference import Grads, moe_backward, moe_forward
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -29,14 +31,19 @@ POISON = 255  # a byte of NaN in bf16 and fp32, and -1 as an integer
 
 @functools.cache
 def compile_all() -> None:
-    """Fill the cache with every kernel of these tests, several at once."""
+    """Fill the cache with every kernel of these tests."""
     sources = [sm90.plan_source(entry) for entry in sm90.PLAN_ENTRIES]
     for hidden, inter in SHAPES:
         for clamped, kept in itertools.product((False, True), repeat=2):
             sources.append(forward_kernel.source(hidden, inter, clamped, kept))
             sources.append(backward_kernel.source(hidden, inter, clamped, kept))
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_kernel, sources))
+    compile_together(sources)
+
+
+def compile_together(sources: Iterable[KernelSource]) -> None:
+    """Fill the cache, with several kernels at once: one after the other they take seconds each."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_kernel, dict.fromkeys(sources)))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
+from sm90_cases import compile_together
 
 import prime_kernels
 from prime_kernels import (
@@ -13,6 +15,9 @@ from prime_kernels import (
     m_grouped_bf16_gemm_nn_contiguous,
     m_grouped_bf16_gemm_nt_contiguous,
 )
+from prime_kernels.gemm_heuristics import GemmKind, choose_config
+from prime_kernels.gemm_kernel import GemmProblem, kernel_source
+from prime_kernels.jit import KernelSource
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
@@ -25,12 +30,73 @@ FP32_ERROR = 2e-5
 # About a tenth of a second.
 SLEEP_CYCLES = 200_000_000
 
+# The number of groups is compiled in: as few different ones as the cases allow.
 ODD = (1, 0, 127, 128, 129, 0, 33, 15, 17, 31)
-SPLITS = (162, 0, 2577, 446, 0, 83)
+SPLITS = (162, 0, 2577, 446, 0, 83, 0, 0, 0, 0)
 EMPTY = (0,) * 20 + (5,) + (0,) * 11
-SKEWED = (4000, 1, 1, 1, 1, 1, 1, 1)
+SKEWED = (4000, 1, 1, 1, 1, 1, 1, 1, 1, 1)
 # (N, K): tiles of 256, 192 and 128 columns, and widths that no tile divides.
 WIDTHS = ((1536, 2048), (2048, 768), (2880, 2880), (1408, 2048), (200, 128), (8, 64))
+# (groups, M, N) of weight gradients.
+K_GROUPED = (
+    (ODD, 1536, 2048),
+    (SPLITS, 2048, 768),
+    (EMPTY, 1536, 256),
+    (ODD, 2880, 1408),  # 64-row tiles
+    (SKEWED, 384, 768),  # an odd number of tiles: no multicast
+    (ODD, 128, 200),  # columns no tile divides
+    ((130, 0, 5) * 30, 256, 384),  # many groups
+)
+SM_COUNTS = (2, 99, 120, 1)
+LARGE_ROWS, LARGE = 524416, 4096  # 2^31 elements and more
+
+
+def source(
+    kind: GemmKind, n: int, k_or_m: int, groups: int, *, psum: bool = False, accumulate: bool = False,
+    sms: int | None = None, compiled: str | None = None,
+) -> KernelSource:  # fmt: skip
+    """What a call of the tests compiles. ``k_or_m``: K of the m-grouped kinds, M of the k-grouped one."""
+    sms = sms or torch.cuda.get_device_properties(0).multi_processor_count
+    sms = max(1, sms // 2 * 2)
+    m, k = (k_or_m, 0) if kind is GemmKind.K_TN else (0, k_or_m)
+    config = choose_config(kind, m, n, groups, sms, psum)
+    m, n, k = (
+        size if compiled is None or name in compiled else 0
+        for name, size in zip("mnk", (m, n, k), strict=True)
+    )
+    return kernel_source(GemmProblem(kind, m, n, k, groups, psum, accumulate, sms), config)
+
+
+def sources() -> Iterator[KernelSource]:
+    """All kernels of this file. One that is missing here is compiled when its test needs it."""
+    nt, nn, tn = GemmKind.M_NT, GemmKind.M_NN, GemmKind.K_TN
+    for kind, psum in itertools.product((nt, nn), (False, True)):
+        for groups in {len(groups) for groups in (ODD, SPLITS, EMPTY, SKEWED)}:
+            yield source(kind, 1536, 2048, groups, psum=psum)
+        for n, k in WIDTHS:
+            yield source(kind, n, k, len(ODD), psum=psum)
+    for (groups, m, n), accumulate in itertools.product(K_GROUPED, (False, True)):
+        yield source(tn, n, m, len(groups), accumulate=accumulate)
+    for count in SM_COUNTS:
+        yield source(nt, 768, 256, 3, sms=count)
+        yield source(tn, 768, 256, 3, sms=count)
+    for compiled in ("", "n", "k"):
+        yield source(nt, 768, 320, len(ODD), compiled=compiled)
+    for kind in (nt, nn):
+        yield source(kind, 200, 192, 3)
+        yield source(kind, LARGE, LARGE, 80)
+    for groups, n, k in ((10, 256, 200), (2, 128, 256), (4, 2048, 768), (4, 1536, 512), (2, 256, 256)):
+        yield source(nt, n, k, groups)
+    yield source(nt, 128, LARGE, 2)
+    yield source(nt, LARGE, 64, 1)
+    yield source(tn, 128, LARGE, 2)
+    yield source(tn, LARGE, LARGE, 136)
+    yield source(tn, 1536, 512, 1, accumulate=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_together(sources())
 
 
 def aligned(rows: int) -> int:
@@ -161,18 +227,7 @@ def k_operands(groups: tuple[int, ...], m: int, n: int) -> tuple:
 
 @pytest.mark.parametrize("layout_kind", ["sizes", "ends", "ends without ks"])
 @pytest.mark.parametrize("start_from", ["nan", "accumulate", "other"])
-@pytest.mark.parametrize(
-    ("groups", "m", "n"),
-    [
-        (ODD, 1536, 2048),
-        (SPLITS, 2048, 768),
-        (EMPTY, 1536, 256),
-        (ODD, 2880, 1408),  # 64-row tiles
-        (SKEWED, 384, 768),  # an odd number of tiles: no multicast
-        (ODD, 128, 200),  # columns no tile divides
-        ((130, 0, 5) * 30, 256, 384),  # many groups
-    ],
-)
+@pytest.mark.parametrize(("groups", "m", "n"), K_GROUPED)
 def test_k_grouped(groups: tuple[int, ...], m: int, n: int, start_from: str, layout_kind: str) -> None:
     a, b, sizes, ranges = k_operands(groups, m, n)
     base = torch.randn(len(groups), m, n, device="cuda")
@@ -223,7 +278,7 @@ def sms() -> Iterator[None]:
     prime_kernels.set_num_sms(everything)
 
 
-@pytest.mark.parametrize("count", [2, 99, 120, 1])
+@pytest.mark.parametrize("count", SM_COUNTS)
 def test_fewer_sms(count: int, sms: None) -> None:
     prime_kernels.set_num_sms(count)
     check_m_grouped((300, 1, 128), 768, 256, True, False)
@@ -286,7 +341,7 @@ def test_a_side_stream() -> None:
 
 
 def test_more_than_2_to_the_31_elements_in_a() -> None:
-    rows, k, n = 524416, 4096, 128
+    rows, k, n = LARGE_ROWS, LARGE, 128
     assert rows * k > 2**31
     a = torch.empty(rows, k, dtype=torch.bfloat16, device="cuda").normal_()
     layout = torch.zeros(rows, dtype=torch.int32, device="cuda")
@@ -309,7 +364,7 @@ def test_more_than_2_to_the_31_elements_in_a() -> None:
 
 
 def test_more_than_2_to_the_31_elements_in_d_and_bytes_in_b() -> None:
-    rows, k, n = 524416, 64, 4096
+    rows, k, n = LARGE_ROWS, 64, LARGE
     a = torch.randn(rows, k, device="cuda").bfloat16()
     layout = torch.zeros(rows, dtype=torch.int32, device="cuda")
     d = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -317,7 +372,7 @@ def test_more_than_2_to_the_31_elements_in_d_and_bytes_in_b() -> None:
     m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout)
     assert error(d[-256:], a[-256:].double() @ b[0].double().T) < BF16_ERROR
     del d
-    groups, wide = 80, 4096
+    groups, wide = 80, LARGE
     b = torch.empty(groups, wide, wide, dtype=torch.bfloat16, device="cuda").normal_()
     assert b.numel() * 2 > 2**31
     layout = torch.full((256,), groups - 1, dtype=torch.int32, device="cuda")
@@ -330,7 +385,7 @@ def test_more_than_2_to_the_31_elements_in_d_and_bytes_in_b() -> None:
 
 
 def test_more_than_2_to_the_31_elements_in_a_weight_gradient() -> None:
-    groups, m, n = 136, 4096, 4096
+    groups, m, n = 136, LARGE, LARGE
     a, b = torch.randn(128, m, device="cuda").bfloat16(), torch.randn(128, n, device="cuda").bfloat16()
     d = torch.full((groups, m, n), float("nan"), device="cuda")
     assert d.numel() > 2**31
