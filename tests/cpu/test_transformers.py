@@ -13,83 +13,49 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import GlooWorld
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from transformers_cases import (
+    BATCH,
+    COMMON,
+    CONFIGS,
+    EXPERTS,
+    LAYERS,
+    SEQUENCE,
+    TOP_K,
+    CountedCalls,
+    assert_as_near_as_the_library,
+    choosing_all,
+    deepseek_v3,
+    distance,
+    experts_of,
+    gpt_oss,
+    make_batch,
+    make_model,
+    mixtral,
+    qwen3,
+    run,
+    transformers,
+)
 
+from prime_kernels.integrations import transformers as integration
+from prime_kernels.integrations.transformers import apply, build_buffers, revert
 from prime_kernels.module import release_buffers
-
-transformers = pytest.importorskip("transformers", minversion="5", reason="needs Transformers 5")
-
-from prime_kernels.integrations import transformers as integration  # noqa: E402
-from prime_kernels.integrations.transformers import apply, build_buffers, revert  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transformers_qwen3_moe.py"
 
-VOCABULARY, HIDDEN, INTER, EXPERTS, TOP_K, LAYERS = 48, 64, 128, 4, 2, 2
-BATCH, SEQUENCE = 2, 9
 TOKENS = BATCH * SEQUENCE
 
-# Relative Frobenius norms. fp32: the same formula in another order of summation. bf16: how much larger the
-# error against fp32 may be than that of the library's own experts (over seeds 0.9 to 1.4 times as large).
+# Relative Frobenius norm: the same formula in another order of summation.
 FP32_TOLERANCE = 2e-5
-BF16_ERROR_RATIO = 1.6
-
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": TOP_K,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,  # far from linear: the default of 0.02 makes small models of small values
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-
-
-def qwen3(**changes: Any) -> Any:
-    settings = {**COMMON, "intermediate_size": 96, "moe_intermediate_size": INTER, "num_experts": EXPERTS}
-    settings |= {"head_dim": 16, "norm_topk_prob": True, "output_router_logits": True, **changes}
-    return transformers.Qwen3MoeConfig(**settings)
-
-
-def mixtral(**changes: Any) -> Any:
-    settings = {**COMMON, "intermediate_size": INTER, "num_local_experts": EXPERTS, **changes}
-    return transformers.MixtralConfig(**settings, output_router_logits=True)
-
-
-def deepseek_v3(**changes: Any) -> Any:
-    """One dense layer, then expert layers with a shared expert and two groups of experts."""
-    settings = {
-        **COMMON, "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": INTER,
-        "n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True,
-        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    }  # fmt: skip
-    return transformers.DeepseekV3Config(**(settings | changes))
-
-
-def gpt_oss(**changes: Any) -> Any:
-    settings = {**COMMON, "intermediate_size": INTER, "num_local_experts": EXPERTS, "head_dim": 16}
-    return transformers.GptOssConfig(**settings | changes)
-
-
-CONFIGS = {"qwen3": qwen3, "mixtral": mixtral, "deepseek_v3": deepseek_v3}
 
 
 @pytest.fixture(autouse=True)
 def _no_shared_buffers() -> Iterator[None]:
     yield
     release_buffers()
-
-
-def make_model(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def make_pair(config: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, Any]:
@@ -100,23 +66,6 @@ def make_pair(config: Any, dtype: torch.dtype = torch.float32, **settings: Any) 
     return reference, model
 
 
-def make_batch(seed: int = 1, batch: int = BATCH) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, VOCABULARY, (batch, SEQUENCE), generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
-def run(model: Any, **changes: Any) -> Any:
-    output = model(**make_batch(), **changes)
-    output.loss.backward()
-    return output
-
-
-def distance(value: Tensor, expected: Tensor) -> float:
-    value, expected = value.detach().double(), expected.detach().double()
-    return ((value - expected).norm() / expected.norm().clamp_min(1e-12)).item()
-
-
 def assert_same(model: Any, reference: Any, output: Any, expected: Any) -> None:
     """Loss, logits and every gradient."""
     assert distance(output.loss, expected.loss) < FP32_TOLERANCE
@@ -125,24 +74,6 @@ def assert_same(model: Any, reference: Any, output: Any, expected: Any) -> None:
     assert len(pairs) > 10
     for name, parameter in model.named_parameters():
         assert distance(parameter.grad, pairs[name].grad) < FP32_TOLERANCE, name
-
-
-def experts_of(model: nn.Module) -> list[Any]:
-    return [module for name, module in model.named_modules() if name.endswith(".experts")]
-
-
-class CountedCalls:
-    """How often the experts modules' forward was ours."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        compute = integration._Experts.compute
-
-        def counted(*args: Any) -> Tensor:
-            self.count += 1
-            return compute(*args)
-
-        monkeypatch.setattr(integration._Experts, "compute", counted)
 
 
 @pytest.fixture
@@ -173,21 +104,11 @@ def test_router_settings_stay_the_librarys() -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_bf16_is_as_near_to_fp32_as_the_library(family: str) -> None:
-    """Every expert is chosen, so that rounding moves no token to another one."""
-    groups = {"n_group": 1, "topk_group": 1} if family == "deepseek_v3" else {}
-    config = CONFIGS[family](num_experts_per_tok=EXPERTS, **groups)
-    library, model = make_pair(config, torch.bfloat16)
+    library, model = make_pair(choosing_all(family), torch.bfloat16)
     exact = copy.deepcopy(library).float()
-    output, library_output, expected = run(model), run(library), run(exact)
-    assert output.logits.dtype == torch.bfloat16
-    near, library_near = (distance(o.logits, expected.logits) for o in (output, library_output))
-    assert near < BF16_ERROR_RATIO * library_near, (near, library_near)
-    ours, theirs = dict(model.named_parameters()), dict(library.named_parameters())
-    for name, parameter in exact.named_parameters():
-        assert ours[name].grad.dtype == ours[name].dtype
-        near = distance(ours[name].grad, parameter.grad)
-        library_near = distance(theirs[name].grad, parameter.grad)
-        assert near < BF16_ERROR_RATIO * library_near, (name, near, library_near)
+    outputs = (run(model), run(library), run(exact))
+    assert outputs[0].logits.dtype == torch.bfloat16
+    assert_as_near_as_the_library((model, library, exact), outputs)
 
 
 def test_autocast() -> None:
