@@ -324,7 +324,7 @@ def pool_layout(shape: ExchangeShape, blocks: int) -> PoolLayout:
             "dy": ((rows, shape.hidden), bf16),
             "dz": ((rows, 2 * shape.intermediate), bf16),
             "weights": ((rows,), fp32),
-            "dtopk_parts": ((rows, shape.intermediate // GRAD_COLUMNS), fp32),
+            "dtopk_parts": ((rows, -(-shape.intermediate // GRAD_COLUMNS)), fp32),
         },
     )
 
@@ -370,7 +370,7 @@ class Pools:
         activations: bf16 [C, I]: a in the forward, w * a in the backward.
         dz: bf16 [C, 2I].
         weights: fp32 [C] routing weight of each row.
-        dtopk_parts: fp32 [C, I / 128].
+        dtopk_parts: fp32 [C, ceil(I / 128)].
         origins: int32 [C, 2] (rank, token * K + slot).
         counters: zeroed by each call's route plan.
         plan_counts: int32 [chunks, rounds * E], scratch of the route plan.

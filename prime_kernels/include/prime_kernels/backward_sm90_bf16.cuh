@@ -21,8 +21,8 @@ struct BackwardConfig {
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kIntermediate = kIntermediate_;
     static constexpr uint32_t kGradColumns = 128;  // a kGrad tile: 128 columns each of gate, up and da'
-    static constexpr uint32_t kGradBlocks = kIntermediate / kGradColumns;
-    static constexpr uint32_t kDxBlocks = kHidden / kBlockN;
+    static constexpr uint32_t kGradBlocks = (kIntermediate + kGradColumns - 1) / kGradColumns;
+    static constexpr uint32_t kDxBlocks = (kHidden + kBlockN - 1) / kBlockN;
     static constexpr uint32_t kHiddenDepth = kHidden / kBlockK;
     static constexpr uint32_t kZStages = kKeptZ ? 2 : kHiddenDepth;  // ring stages before da': gate and up, or their product
     static constexpr uint32_t kDzDepth = 2 * kIntermediate / kBlockK;
@@ -31,11 +31,11 @@ struct BackwardConfig {
     static constexpr uint32_t kAuxRegisters = 40;
     static constexpr uint32_t kInFlight = 4;
     static constexpr uint32_t kCombineUnroll = 4;
-    static constexpr BackwardBlocks kBlocks = {kGradBlocks, kDxBlocks, kHidden / kBlockM / kClusterSize,
+    static constexpr uint32_t kClusterRows = kBlockM * kClusterSize;  // of a weight gradient
+    static constexpr BackwardBlocks kBlocks = {kGradBlocks, kDxBlocks, (kHidden + kClusterRows - 1) / kClusterRows,
                                                (kIntermediate + kBlockN - 1) / kBlockN,
-                                               2 * kIntermediate / kBlockM / kClusterSize, kDxBlocks};
-    static_assert(kHidden % kBlockN == 0, "H must be a multiple of 256");
-    static_assert(kIntermediate % kGradColumns == 0, "I must be a multiple of 128");
+                                               (2 * kIntermediate + kClusterRows - 1) / kClusterRows, kDxBlocks};
+    static_assert(takes_shape(kHidden, kIntermediate), "H and I must be multiples of 64, H 128 at least");
 };
 
 // Tiles that TMA moves. "tile": 64 x 64 of a pool; "rows": 128 x 64 of weights, K-major; "columns": 64 x 64, for MN-major B.
@@ -128,6 +128,7 @@ __device__ __forceinline__ void produce(const BackwardParams& params, BackwardOr
     while (order.seek(claims.take(), task)) {
         CtaTask own = cta_task(task, task.phase <= kDx, order.shapes[task.phase].n_blocks, cta_in_cluster);
         own.pushes_over = order.passed(kDx);
+        own.first_stage = producer.stage.index;
         writer.put(own);
         if (own.phase == kGrad) inputs.gradient_inputs(own);
         else if (own.phase == kDx) inputs.dx_inputs(own);
@@ -140,20 +141,22 @@ __device__ __forceinline__ void produce(const BackwardParams& params, BackwardOr
 
 // --- Store --------------------------------------------------------------------------------------------------------
 
-constexpr uint32_t kGradOutputs = 3;  // dgate, dup, w*a
+static_assert(kHeldTilesPerPart == 3, "dgate, dup, w*a");
 
 template <typename Config>
 __device__ __forceinline__ void store_gradients(const LaunchParams& launch, const BackwardMaps& maps) {
     TaskReader reader;
     uint32_t uses = 0;
-    for (; reader.next(); reader.done(true, 1u)) {
+    for (; reader.next(); reader.done()) {
         const CtaTask& task = reader.task();
         if (task.phase != kGrad or task.rows == 0) continue;
-        store_tiles<Config::kGradColumns / kAtom * kGradOutputs>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
-            const uint32_t output = tile % kGradOutputs;
-            const uint32_t column = task.n_block * Config::kGradColumns + tile / kGradOutputs * kAtom + (output == 1 ? Config::kIntermediate : 0);
-            cute::SM90_TMA_STORE_2D::copy(output < 2 ? &maps.dz_tile : &maps.activation_tile, shared, column,
-                                          task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
+        const HeldStages held{(task.first_stage + Config::kZStages + Config::kHiddenDepth) % kStages};
+        store_held(held, uses, [&](uint32_t part, uint32_t output, uint32_t wg, const uint8_t* shared) {
+            const uint32_t column = task.n_block * Config::kGradColumns + part * kAtom;
+            if (in_range<Config::kIntermediate, Config::kGradColumns>(column))
+                cute::SM90_TMA_STORE_2D::copy(output < 2 ? &maps.dz_tile : &maps.activation_tile, shared,
+                                              column + (output == 1 ? Config::kIntermediate : 0),
+                                              task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
         });
         ptx::fence_proxy_async();
         ptx::add_release_gpu(Counters{launch}.tiles_done(task.pool_block), 1);
@@ -185,9 +188,9 @@ struct KeptZ {
     __device__ __forceinline__ float exact_gate(uint32_t pair, uint32_t odd) const { return odd ? ptx::bf16_high(gates[pair]) : ptx::bf16_low(gates[pair]); }
     __device__ __forceinline__ float exact_up(uint32_t pair, uint32_t odd) const { return odd ? ptx::bf16_high(ups[pair]) : ptx::bf16_low(ups[pair]); }
 
-    // One of the two from the next stage of the ring, where it lies as two atoms of 128 rows x 64 columns. Rows that are not
-    // `valid` were never written by the forward: zero, as if recomputed from zero rows.
-    __device__ __forceinline__ static void read(Stage& stage, uint32_t block_row, uint32_t lane, const bool (&valid)[2], uint32_t (&values)[kPairs]) {
+    // One of the two from the next stage of the ring, where it lies as two atoms of 128 rows x 64 columns. Rows from `rows` on
+    // were never written by the forward: zero, as if recomputed from zero rows.
+    __device__ __forceinline__ static void read(Stage& stage, uint32_t block_row, uint32_t rows, uint32_t lane, uint32_t (&values)[kPairs]) {
         OperandRing::full(stage.index).wait(stage.phase);
         const uint32_t base = ptx::shared_address(OperandRing::b_stage(stage.index));
         #pragma unroll
@@ -201,18 +204,27 @@ struct KeptZ {
         stage.advance();
         #pragma unroll
         for (uint32_t pair = 0; pair < kPairs; ++pair)
-            if (not valid[pair % 2]) values[pair] = 0;
+            if (block_row + lane / 4 + pair % 2 * kLowerRow >= rows) values[pair] = 0;
     }
 };
 
-// SwiGLU's backward over the tile in registers, 64 columns at a time, each handed to the store warp when it is ready. The
+// Waits for da' and takes SwiGLU's backward over the tile in registers, 64 columns at a time, each handed to the store warp when it is ready. The
 // row sums of da' a over the tile's columns are this tile's part of dtopk.
 template <typename Config, typename Z>
-__device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, const CtaTask& task, OutputWriter& output, const Z& z,
-                                                  const float (&da)[DaLoop::kAccumulators], const float (&weights)[2], uint64_t pool_row,
-                                                  uint32_t lane) {
+__device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, const CtaTask& task, const OutputWriter& output, HeldStages held, const Z& z,
+                                                  float (&da)[DaLoop::kAccumulators], Tracer<Config::kTrace>& tracer) {
+    // Read while the last block of the product is under way, and not before: the main loops have no registers to spare.
+    const uint32_t lane = output.lane, block_row = output.warpgroup * kRowsPerWarpgroup + output.warp_row;
+    const uint64_t pool_row = static_cast<uint64_t>(task.pool_block) * kBlockM + block_row;
     const float limit = params.launch.problem.clamp;
-    float dtopk[2] = {0.0f, 0.0f};
+    float weights[2], dtopk[2] = {0.0f, 0.0f};
+    #pragma unroll
+    for (uint32_t lower = 0; lower < 2; ++lower) {
+        const uint32_t row = lane / 4 + lower * kLowerRow;
+        weights[lower] = block_row + row < task.rows ? ptx::load_fresh_float(params.weights + pool_row + row) : 0.0f;
+    }
+    DaLoop::finish(da);
+    tracer.mark(2);
     #pragma unroll
     for (uint32_t tile = 0; tile < Config::kGradColumns / kAtom; ++tile) {
         constexpr uint32_t kPairs = kGroupsPerTile * 2;
@@ -238,9 +250,15 @@ __device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, 
                     params.dtopk_parts[(pool_row + lane / 4 + lower * kLowerRow) * Config::kGradBlocks + task.n_block] = dtopk[lower];
             }
         }
-        output.put_tile([&](uint32_t group, uint32_t lower) { return dgate[group * 2 + lower]; });
-        output.put_tile([&](uint32_t group, uint32_t lower) { return dup[group * 2 + lower]; });
-        output.put_tile([&](uint32_t group, uint32_t lower) { return weighted[group * 2 + lower]; });
+        if (tile == 0) held.begin();
+        const auto put = [&](uint32_t index, const uint32_t (&values)[kPairs]) {
+            output.write_tile(ptx::shared_address(held.tile(output.warpgroup, tile, index)),
+                              [&](uint32_t group, uint32_t lower) { return values[group * 2 + lower]; });
+        };
+        put(0, dgate);
+        put(1, dup);
+        put(2, weighted);
+        held.announce(output.warpgroup, tile);
     }
 }
 
@@ -261,18 +279,41 @@ __device__ __forceinline__ void store_weight_fp32(const float (&acc)[WeightLoop:
     }
 }
 
-__device__ __forceinline__ void store_weight(const float (&acc)[WeightLoop::kAccumulators], const WeightGradient& out, const CtaTask& task,
-                                             const OutputWriter& output, uint32_t all_columns) {
+// This warp's part of a tile of a weight gradient.
+struct WeightTile {
+    uint64_t element;  // its first
+    uint32_t columns;  // that exist, 0 if its rows don't
+};
+
+template <typename Config>
+__device__ __forceinline__ WeightTile weight_tile(const WeightGradient& out, const CtaTask& task, const OutputWriter& output) {
+    const bool is_dw2 = task.phase == kDw2;
+    const uint32_t all_rows = is_dw2 ? Config::kHidden : 2 * Config::kIntermediate;
+    const uint32_t all_columns = is_dw2 ? Config::kIntermediate : Config::kHidden;
     const uint32_t row = task.m_block * kBlockM + output.warpgroup * kRowsPerWarpgroup + output.warp_row;
     const uint32_t column = task.n_block * kBlockN;
-    const uint32_t columns = min(kBlockN, all_columns - column);
-    const uint64_t element = task.expert * out.expert_stride + row * out.row_stride + column;
+    return {task.expert * out.expert_stride + row * out.row_stride + column, row < all_rows ? min(kBlockN, all_columns - column) : 0};
+}
+
+__device__ __forceinline__ void store_weight(const float (&acc)[WeightLoop::kAccumulators], const WeightGradient& out, const WeightTile& tile,
+                                             const OutputWriter& output) {
     if (out.is_fp32) {
-        store_weight_fp32(acc, out, element, columns, output.lane);
+        store_weight_fp32(acc, out, tile.element, tile.columns, output.lane);
     } else {
-        const uint64_t address = reinterpret_cast<uint64_t>(out.data) + (element + (output.lane % kRowsPerWarp) * out.row_stride) * sizeof(Bf16);
-        output.store_rows<kBlockN>(acc, address, columns);
+        const uint64_t address = reinterpret_cast<uint64_t>(out.data) + (tile.element + (output.lane % kRowsPerWarp) * out.row_stride) * sizeof(Bf16);
+        output.store_rows<kBlockN>(acc, address, tile.columns);
     }
+}
+
+// The gradient of an expert without rows. A path of its own: zeroed accumulators that meet those of a product at a branch
+// would make ptxas serialise every product of the kernel.
+__device__ __forceinline__ void store_no_weight(const WeightGradient& out, const WeightTile& tile, uint32_t lane) {
+    if (out.accumulate) return;
+    const uint32_t size = out.is_fp32 ? sizeof(float) : sizeof(Bf16);
+    #pragma unroll 1
+    for (uint32_t row = 0; row < kRowsPerWarp; ++row)
+        for (uint32_t offset = lane * kChunkBytes; offset < tile.columns * size; offset += kWarpSize * kChunkBytes)
+            ptx::store_global(out.data + (tile.element + row * out.row_stride) * size + offset, make_uint4(0, 0, 0, 0));
 }
 
 // The owner of this lane's row (lane < 16) of a kDx task: where its dx goes; also returns dtopk, once per row.
@@ -299,7 +340,7 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
     Tracer<Config::kTrace> tracer{params.launch.trace, blockIdx.x * kMathWarpgroups + warpgroup, warp % 4 == 0 and lane == 0};
     PushAnnouncer pushes{params.launch, warpgroup};
     Stage stage;
-    for (tracer.mark(0); reader.next(); reader.done(lane == 0, 0xffffffff), tracer.mark(0)) {
+    for (tracer.mark(0); reader.next(); reader.done(), tracer.mark(0)) {
         const CtaTask& task = reader.task();
         if (task.pushes_over) pushes.reached(params.launch.problem.num_rounds);
         const bool by_rows = task.phase <= kDx;
@@ -313,30 +354,20 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
         const uint32_t block_row = warpgroup * kRowsPerWarpgroup + warp_row;
         const uint64_t pool_row = static_cast<uint64_t>(task.pool_block) * kBlockM + block_row;
         if (task.phase == kGrad) {
-            float weights[2];
-            bool valid[2];
-            #pragma unroll
-            for (uint32_t lower = 0; lower < 2; ++lower) {
-                const uint32_t row = lane / 4 + lower * kLowerRow;
-                valid[lower] = block_row + row < task.rows;
-                weights[lower] = valid[lower] ? ptx::load_fresh_float(params.weights + pool_row + row) : 0.0f;
-            }
             float da[DaLoop::kAccumulators];
             if constexpr (Config::kKeptZ) {
                 KeptZ z;
-                KeptZ::read(stage, block_row, lane, valid, z.gates);
-                KeptZ::read(stage, block_row, lane, valid, z.ups);
-                DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da);
-                tracer.mark(2);
-                gradient_epilogue<Config>(params, task, output, z, da, weights, pool_row, lane);
+                KeptZ::read(stage, block_row, task.rows, lane, z.gates);
+                KeptZ::read(stage, block_row, task.rows, lane, z.ups);
+                DaLoop::start<true>(stage, Config::kHiddenDepth, warpgroup, lane, da);
+                gradient_epilogue<Config>(params, task, output, HeldStages{stage.index}, z, da, tracer);
             } else {
                 // One pipeline: da' starts while the last block of z is still under way.
                 float z[GateUpLoop::kAccumulators];
                 const uint32_t last = GateUpLoop::start(stage, Config::kHiddenDepth, warpgroup, lane, z);
-                DaLoop::run(stage, Config::kHiddenDepth, warpgroup, lane, da, last);
+                DaLoop::start<true>(stage, Config::kHiddenDepth, warpgroup, lane, da, last);
                 fence_accumulators(z);
-                tracer.mark(2);
-                gradient_epilogue<Config>(params, task, output, RecomputedZ{z}, da, weights, pool_row, lane);
+                gradient_epilogue<Config>(params, task, output, HeldStages{stage.index}, RecomputedZ{z}, da, tracer);
             }
         } else if (task.phase == kDx) {
             const uint32_t row = lane % kRowsPerWarp;
@@ -345,17 +376,17 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
             float acc[DxLoop::kAccumulators];
             DxLoop::run(stage, Config::kDzDepth, warpgroup, lane, acc);
             tracer.mark(2);
-            output.store_rows<kBlockN>(acc, slot, kBlockN);
+            output.store_rows<kBlockN>(acc, slot, columns_left<Config::kHidden>(task.n_block));
         } else {
-            float acc[WeightLoop::kAccumulators];
-            if (task.rows > 0) {
-                WeightLoop::run(stage, ceil_div(task.rows, kBlockK), warpgroup, lane, acc);
-            } else {
-                #pragma unroll
-                for (uint32_t i = 0; i < WeightLoop::kAccumulators; ++i) acc[i] = 0.0f;
+            const WeightGradient& out = params.dw[task.phase - kDw2];
+            if (task.rows == 0) {
+                store_no_weight(out, weight_tile<Config>(out, task, output), lane);
+                continue;
             }
+            float acc[WeightLoop::kAccumulators];
+            WeightLoop::run(stage, ceil_div(task.rows, kBlockK), warpgroup, lane, acc);
             tracer.mark(2);
-            store_weight(acc, params.dw[task.phase - kDw2], task, output, task.phase == kDw2 ? Config::kIntermediate : Config::kHidden);
+            store_weight(acc, out, weight_tile<Config>(out, task, output), output);
         }
         tracer.finish(task.phase, warpgroup, task.expert, task.pool_block);
     }

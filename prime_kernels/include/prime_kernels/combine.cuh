@@ -34,13 +34,14 @@ __device__ __forceinline__ void combine_token(const Communicator& comm, uint32_t
     const uint8_t* slots = comm.own<uint8_t>(comm.at.slots) + static_cast<uint64_t>(token) * topk * kRowBytes + lane * 16;
     #pragma unroll 1
     for (uint32_t column = 0; column < kRowBytes; column += kColumnBytes) {
+        const bool inside = kRowBytes % kColumnBytes == 0 or column + lane * 16 < kRowBytes;
         float sum[8] = {};
         #pragma unroll 1
         for (uint32_t first = 0; first < topk; first += kUnroll) {
             uint4 held[kUnroll];
             #pragma unroll
             for (uint32_t i = 0; i < kUnroll; ++i)
-                if (mask >> (first + i) & 1u) held[i] = ptx::load_streaming(slots + static_cast<uint64_t>(first + i) * kRowBytes + column);
+                if (inside and mask >> (first + i) & 1u) held[i] = ptx::load_streaming(slots + static_cast<uint64_t>(first + i) * kRowBytes + column);
             #pragma unroll
             for (uint32_t i = 0; i < kUnroll; ++i) {
                 const float w = __shfl_sync(0xffffffff, weight, (first + i) % 32);
@@ -49,7 +50,7 @@ __device__ __forceinline__ void combine_token(const Communicator& comm, uint32_t
         }
         const uint4 packed = {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]),
                               ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])};
-        ptx::store_global(y + static_cast<uint64_t>(token) * kRowBytes + column + lane * 16, packed);
+        if (inside) ptx::store_global(y + static_cast<uint64_t>(token) * kRowBytes + column + lane * 16, packed);
     }
 }
 

@@ -40,7 +40,7 @@ template <uint32_t kInFlight, uint32_t kRowBytes>
 __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, uint32_t lane) {
     constexpr uint32_t kVectors = kRowBytes / kVectorBytes;
     constexpr uint32_t kStep = 32 * kInFlight;
-    static_assert(kRowBytes % (kVectorBytes * 32) == 0, "A row must be whole 512-byte pieces: H a multiple of 256");
+    static_assert(kRowBytes % kVectorBytes == 0, "A row must be whole vectors");
     #pragma unroll 1
     for (uint32_t first = lane; first < kVectors; first += kStep) {
         uint4 held[kInFlight];

@@ -22,16 +22,15 @@ struct ForwardConfig {
     static constexpr bool kTrace = kTrace_;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kIntermediate = kIntermediate_;
-    static constexpr uint32_t kL1Blocks = kIntermediate / kActivationColumns;
-    static constexpr uint32_t kL2Blocks = kHidden / kBlockN;
+    static constexpr uint32_t kL1Blocks = (kIntermediate + kActivationColumns - 1) / kActivationColumns;
+    static constexpr uint32_t kL2Blocks = (kHidden + kBlockN - 1) / kBlockN;
     static constexpr uint32_t kL1Depth = kHidden / kBlockK;
     static constexpr uint32_t kL2Depth = kIntermediate / kBlockK;
     static constexpr uint32_t kHiddenBytes = kHidden * sizeof(Bf16);
     static constexpr uint32_t kMathRegisters = 216;
     static constexpr uint32_t kAuxRegisters = 72;
     static constexpr uint32_t kInFlight = 8;  // 16-byte pieces a dispatching lane has under way
-    static_assert(kHidden % kBlockN == 0, "H must be a multiple of 256");
-    static_assert(kIntermediate % kActivationColumns == 0, "I must be a multiple of 128");
+    static_assert(takes_shape(kHidden, kIntermediate), "H and I must be multiples of 64, H 128 at least");
 };
 
 using ForwardLoop = MainLoop<Major::K, Major::K, kBlockN>;
@@ -51,7 +50,8 @@ __device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder
     TaskWriter writer;
     Task task;
     while (order.seek(claims.take(), task)) {
-        const CtaTask own = cta_task(task, true, order.shapes[task.phase].n_blocks, cta_in_cluster);
+        CtaTask own = cta_task(task, true, order.shapes[task.phase].n_blocks, cta_in_cluster);
+        own.first_stage = producer.stage.index;
         writer.put(own);
         const bool is_l1 = own.phase == kForwardL1, splits_n = own.splits_n;
         const cute::TmaDescriptor* a_operand = is_l1 ? x_map : a_map;
@@ -80,17 +80,27 @@ __device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder
 
 template <typename Config>
 __device__ __forceinline__ void store_activations(const LaunchParams& launch, const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* z_map) {
-    constexpr uint32_t kOutputs = Config::kKeepZ ? 3 : 1;  // activation, gate, up
     TaskReader reader;
     uint32_t uses = 0;
-    for (; reader.next(); reader.done(true, 1u)) {
+    for (; reader.next(); reader.done()) {
         const CtaTask& task = reader.task();
         if (task.phase != kForwardL1 or task.rows == 0) continue;
-        store_tiles<kActivationColumns / kAtom * kOutputs>(uses, [&](uint32_t tile, uint32_t wg, const uint8_t* shared) {
-            const uint32_t output = tile % kOutputs;
-            const uint32_t column = task.n_block * kActivationColumns + tile / kOutputs * kAtom + (output == 2 ? Config::kIntermediate : 0);
-            cute::SM90_TMA_STORE_2D::copy(output == 0 ? a_map : z_map, shared, column, task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
-        });
+        // Tile `part` of the task's columns, to column `offset` of the row on.
+        const auto store = [&](const cute::TmaDescriptor* map, const uint8_t* shared, uint32_t part, uint32_t offset, uint32_t wg) {
+            const uint32_t column = task.n_block * kActivationColumns + part * kAtom;
+            if (in_range<Config::kIntermediate, kActivationColumns>(column))
+                cute::SM90_TMA_STORE_2D::copy(map, shared, column + offset, task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
+        };
+        if constexpr (Config::kKeepZ) {
+            const HeldStages held{(task.first_stage + Config::kL1Depth) % kStages};
+            store_held(held, uses, [&](uint32_t part, uint32_t output, uint32_t wg, const uint8_t* shared) {
+                store(output == 0 ? a_map : z_map, shared, part, output == 2 ? Config::kIntermediate : 0, wg);
+            });
+        } else {
+            store_tiles<kActivationColumns / kAtom>(uses, [&](uint32_t part, uint32_t wg, const uint8_t* shared) {
+                store(a_map, shared, part, 0, wg);
+            });
+        }
         ptx::fence_proxy_async();
         ptx::add_release_gpu(Counters{launch}.tiles_done(task.pool_block), 1);
     }
@@ -108,7 +118,7 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
     const float limit = params.launch.problem.clamp;
     PushAnnouncer pushes{params.launch, warpgroup};
     Stage stage;
-    for (tracer.mark(0); reader.next(); reader.done(lane == 0, 0xffffffff), tracer.mark(0)) {
+    for (tracer.mark(0); reader.next(); reader.done(), tracer.mark(0)) {
         const CtaTask& task = reader.task();
         const bool is_l1 = task.phase == kForwardL1;
         const uint32_t depth = is_l1 ? Config::kL1Depth : Config::kL2Depth;
@@ -130,7 +140,8 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
             }
         }
         float acc[ForwardLoop::kAccumulators];
-        ForwardLoop::run(stage, depth, warpgroup, lane, acc);
+        if (Config::kKeepZ and is_l1) ForwardLoop::run_and_hold(stage, depth, warpgroup, lane, acc);
+        else ForwardLoop::run(stage, depth, warpgroup, lane, acc);
         tracer.mark(2);
         if (is_l1) {
             // This thread holds the gate of a column in the first half of its accumulators and the up in the second.
@@ -140,21 +151,28 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
                 const float* gate = acc + tile * kGroupsPerTile * 4;
                 const float* up = gate + kUp;
                 const auto at = [](uint32_t group, uint32_t lower) { return group * 4 + lower * 2; };
-                output.put_tile([&](uint32_t group, uint32_t lower) {
+                const auto activation = [&](uint32_t group, uint32_t lower) {
                     const uint32_t i = at(group, lower);
                     return swiglu_pair<Config::kClamped>(gate[i], gate[i + 1], up[i], up[i + 1], limit);
-                });
+                };
                 if constexpr (Config::kKeepZ) {
-                    output.put_tile([&](uint32_t group, uint32_t lower) {
+                    const HeldStages held{stage.index};
+                    if (tile == 0) held.begin();
+                    const auto to = [&](uint32_t index) { return ptx::shared_address(held.tile(warpgroup, tile, index)); };
+                    output.write_tile(to(0), activation);
+                    output.write_tile(to(1), [&](uint32_t group, uint32_t lower) {
                         return pack_gate<Config::kClamped>(gate[at(group, lower)], gate[at(group, lower) + 1], limit);
                     });
-                    output.put_tile([&](uint32_t group, uint32_t lower) {
+                    output.write_tile(to(2), [&](uint32_t group, uint32_t lower) {
                         return pack_up<Config::kClamped>(up[at(group, lower)], up[at(group, lower) + 1], limit);
                     });
+                    held.announce(warpgroup, tile);
+                } else {
+                    output.put_tile(activation);
                 }
             }
         } else {
-            output.store_rows<kBlockN>(acc, slot, kBlockN);
+            output.store_rows<kBlockN>(acc, slot, columns_left<Config::kHidden>(task.n_block));
         }
         tracer.finish(task.phase, warpgroup, task.expert, task.pool_block);
     }

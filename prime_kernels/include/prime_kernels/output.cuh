@@ -38,14 +38,19 @@ struct OutputWriter {
         shared_map().output_empty[warpgroup][use % kOutputSlots].wait(use / kOutputSlots % 2 ^ 1);
     }
 
-    // A 64 x 64 tile for the store warp; `packed(group, half_rows)` gives the bf16 pair of the upper (0) or lower (1) row.
+    // A 64 x 64 tile; `packed(group, half_rows)` gives the bf16 pair of the upper (0) or lower (1) row.
     template <typename PackedPair>
-    __device__ __forceinline__ void put_tile(const PackedPair& packed) {
-        wait_free(uses);
-        const uint32_t tile = address(uses % kOutputSlots);
+    __device__ __forceinline__ void write_tile(uint32_t tile, const PackedPair& packed) const {
         #pragma unroll
         for (uint32_t group = 0; group < kGroupsPerTile; group += 2)
             put_groups(tile, group, packed(group, 0), packed(group, 1), packed(group + 1, 0), packed(group + 1, 1));
+    }
+
+    // A tile for the store warp.
+    template <typename PackedPair>
+    __device__ __forceinline__ void put_tile(const PackedPair& packed) {
+        wait_free(uses);
+        write_tile(address(uses % kOutputSlots), packed);
         ptx::fence_proxy_async();  // before the copy engine reads it
         shared_map().output_full[warpgroup][uses % kOutputSlots].arrive();
         ++uses;
@@ -116,6 +121,55 @@ __device__ __forceinline__ void store_tiles(uint32_t& uses, const StoreTile& sto
     previous->arrive();
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // all are written, not only read
     uses += kTiles;
+}
+
+// Where a task has three tiles per 64 columns, two slots would make the warpgroups wait for the copy engine. Its last two
+// operand stages take the tiles instead, one stage per warpgroup: held back when the product is over, written, and released
+// by the store warp when the copy engine has read them. Meanwhile the producer fills the other stages.
+constexpr uint32_t kHeldTilesPerPart = 3;
+constexpr uint32_t kHeldParts = 2;  // each announced by its own output_full
+constexpr uint32_t kTilesInA = kBytesA / kOutputTileBytes;
+constexpr uint32_t kMathBarrier = 3;  // named barrier of all math threads
+static_assert(kHeldParts == kOutputSlots and kMathWarpgroups == 2, "A barrier for each part, a stage for each warpgroup");
+static_assert(kHeldParts * kHeldTilesPerPart * kOutputTileBytes == kBytesA + kBytesB, "A warpgroup's tiles fill a stage");
+
+struct HeldStages {
+    uint32_t next;  // the stage behind them
+
+    __device__ __forceinline__ uint32_t stage(uint32_t warpgroup) const { return (next + kStages - kMathWarpgroups + warpgroup) % kStages; }
+    __device__ __forceinline__ uint8_t* tile(uint32_t warpgroup, uint32_t part, uint32_t index) const {
+        const uint32_t s = stage(warpgroup), number = part * kHeldTilesPerPart + index;
+        return number < kTilesInA ? shared_map().a[s] + number * kOutputTileBytes : shared_map().b[s] + (number - kTilesInA) * kOutputTileBytes;
+    }
+    // By every math thread, before its first write: both warpgroups have read their operands.
+    __device__ __forceinline__ void begin() const {
+        ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+    }
+    __device__ __forceinline__ void announce(uint32_t warpgroup, uint32_t part) const {
+        ptx::fence_proxy_async();  // before the copy engine reads the tiles
+        shared_map().output_full[warpgroup][part].arrive();
+    }
+};
+
+// The store warp's elected lane: all tiles of one task, `store(part, index, warpgroup, shared)` issues one. Returns when all
+// of them are written.
+template <typename StoreTile>
+__device__ __forceinline__ void store_held(HeldStages held, uint32_t& uses, const StoreTile& store) {
+    SharedMap& map = shared_map();
+    #pragma unroll 1
+    for (uint32_t i = 0; i < kHeldParts * kMathWarpgroups; ++i) {
+        const uint32_t part = i / kMathWarpgroups, wg = i % kMathWarpgroups;
+        map.output_full[wg][part].wait(uses % 2);
+        #pragma unroll 1
+        for (uint32_t index = 0; index < kHeldTilesPerPart; ++index) store(part, index, wg, held.tile(wg, part, index));
+        cute::tma_store_arrive();
+    }
+    cute::tma_store_wait<1>();  // the first warpgroup's tiles have been read from shared memory
+    OperandRing::release_for_all(held.stage(0));
+    cute::tma_store_wait<0>();
+    OperandRing::release_for_all(held.stage(1));
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // all are written, not only read
+    ++uses;
 }
 
 }  // namespace prime_kernels

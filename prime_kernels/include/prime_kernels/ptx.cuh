@@ -34,6 +34,13 @@ __device__ __forceinline__ void store_cluster(uint32_t* address, uint32_t value,
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
+// `count` arrivals at the same barrier of CTA `cta` of the cluster.
+__device__ __forceinline__ void arrive_cluster(uint64_t* barrier, uint32_t cta, uint32_t count) {
+    uint32_t at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(cta));
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
 // To the same place in the shared memory of CTA `cta` of the cluster, completing 4 bytes on its barrier.
 __device__ __forceinline__ void store_async_cluster(uint32_t* address, uint32_t value, uint64_t* barrier, uint32_t cta) {
     uint32_t to, at;

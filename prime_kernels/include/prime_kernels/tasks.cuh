@@ -11,7 +11,7 @@ constexpr uint32_t kNoMoreTasks = ~0u;
 __device__ __forceinline__ void init_task_ring() {
     for (uint32_t s = 0; s < kTaskSlots; ++s) {
         shared_map().task_full[s].init(1);
-        shared_map().task_empty[s].init(kMathWarps + 1);  // the math warps and the store warp
+        shared_map().task_empty[s].init(kMathThreads + 1);  // the math threads and the store warp's elected lane
     }
 }
 
@@ -24,8 +24,8 @@ struct TaskPosition {
     }
 };
 
-// A reader's side. The task stays in shared memory until the warp's elected lane gives the slot back, and is read from
-// there when needed: it would cost the math warps registers they do not have.
+// A reader's side. The task stays in shared memory until every reading thread has given the slot back, and is read from there
+// when needed: it would cost the math warps registers they do not have.
 struct TaskReader {
     TaskPosition at;
 
@@ -34,10 +34,8 @@ struct TaskReader {
         return task().phase != kNoMoreTasks;
     }
     __device__ __forceinline__ const CtaTask& task() const { return shared_map().tasks[at.index]; }
-    // `lanes`: those that read.
-    __device__ __forceinline__ void done(bool elected, uint32_t lanes) {
-        __syncwarp(lanes);
-        if (elected) shared_map().task_empty[at.index].arrive();
+    __device__ __forceinline__ void done() {
+        shared_map().task_empty[at.index].arrive();
         at.advance();
     }
 };

@@ -38,6 +38,22 @@ constexpr uint32_t kBytesA = kBlockM * kBlockK * sizeof(Bf16);
 constexpr uint32_t kBytesB = kBlockN * kBlockK * sizeof(Bf16);
 constexpr uint32_t kAtomBytes = kAtom * kBlockK * sizeof(Bf16);  // one 64 x 64 piece: what a TMA box moves at most
 
+// What both kernels take. Tiles at the edge of a matrix hold less: the copy engine reads zeros beyond it, and what would be
+// written there is left out, 64 columns (or rows) at a time.
+constexpr bool takes_shape(uint32_t hidden, uint32_t intermediate) {
+    return hidden % kAtom == 0 and hidden >= 2 * kBlockK and intermediate % kAtom == 0 and intermediate > 0;
+}
+
+// Whether a 64-column piece from `column` on exists in a matrix of kColumns that is worked on in tiles of kTile.
+template <uint32_t kColumns, uint32_t kTile>
+__device__ __forceinline__ bool in_range(uint32_t column) { return kColumns % kTile == 0 or column < kColumns; }
+
+// Columns of n block `n_block` that exist.
+template <uint32_t kColumns>
+__device__ __forceinline__ uint32_t columns_left(uint32_t n_block) {
+    return kColumns % kBlockN == 0 ? kBlockN : min(kBlockN, kColumns - n_block * kBlockN);
+}
+
 struct Stage {
     uint32_t index = 0;
     uint32_t phase = 0;
@@ -64,6 +80,7 @@ struct CtaTask {
     uint32_t n_block;
     uint32_t pushes_over; // all pushes of this CTA to other ranks lie before this task
     uint32_t splits_n;    // by rows: both CTAs of the cluster have the same block and different n blocks
+    uint32_t first_stage; // of the operand ring, that this task's operands come through
 };
 
 // The map of both kernels. Everything is found from the one symbol, so that no pointers are kept in registers.
@@ -81,9 +98,8 @@ struct SharedMap {
     uint32_t claims[kClaimSlots];
     uint32_t num_groups;           // groups to work on: 0 after a fault
     uint32_t stops[kClusterSize];  // whether each CTA of the cluster can't work
-    uint32_t reserved;
 };
-constexpr uint32_t kSharedBytes = 232344;  // forward/sm90_bf16.py launches with this many
+constexpr uint32_t kSharedBytes = 232360;  // forward/sm90_bf16.py launches with this many
 static_assert(sizeof(SharedMap) == kSharedBytes, "The host must allocate what the map needs");
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -106,6 +122,10 @@ struct OperandRing {
     // One lane per CTA of the cluster tells that CTA.
     __device__ __forceinline__ static void release(uint32_t s, uint32_t lane) {
         if (lane < kClusterSize) empty(s).arrive(lane);
+    }
+    // The same by one thread for all math warps of this CTA.
+    __device__ __forceinline__ static void release_for_all(uint32_t s) {
+        for (uint32_t cta = 0; cta < kClusterSize; ++cta) ptx::arrive_cluster(reinterpret_cast<uint64_t*>(&empty(s)), cta, kMathWarps);
     }
 };
 
@@ -144,7 +164,8 @@ struct MainLoop {
     }
 
     // Issues all blocks and leaves the last under way; returns its stage. `pending`: a stage of an earlier product that is
-    // still under way, to be released behind this one's first block.
+    // still under way, to be released behind this one's first block. With `kHold` the last two stages are not released.
+    template <bool kHold = false>
     __device__ __forceinline__ static uint32_t start(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
                                                      float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
         namespace sm90 = deep_gemm::mma::sm90;
@@ -166,19 +187,32 @@ struct MainLoop {
             OperandRing::full(stage.index).wait(stage.phase);
             issue<false>(a_low + stage.index * (kBytesA / 16), b_low + stage.index * (kBytesB / 16), a_desc, b_desc, acc);
             deep_gemm::ptx::warpgroup_wait<1>();
-            OperandRing::release(previous, lane);
+            // A choice of lanes, not a branch: around a branch the products would be serialised.
+            OperandRing::release(previous, kHold and k_block + 1 == k_blocks ? kWarpSize : lane);
             previous = stage.index;
             stage.advance();
         }
         return previous;
     }
 
+    // Waits for the block that `start` left under way.
+    __device__ __forceinline__ static void finish(float (&acc)[kAccumulators]) {
+        deep_gemm::ptx::warpgroup_wait<0>();
+        fence_accumulators(acc);
+    }
+
     __device__ __forceinline__ static void run(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
                                                float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
         const uint32_t last = start(stage, k_blocks, warpgroup, lane, acc, pending);
-        deep_gemm::ptx::warpgroup_wait<0>();
-        fence_accumulators(acc);
+        finish(acc);
         OperandRing::release(last, lane);
+    }
+
+    // Keeps the last two stages, those before `stage` as it is afterwards, from being filled again.
+    __device__ __forceinline__ static void run_and_hold(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
+                                                        float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
+        start<true>(stage, k_blocks, warpgroup, lane, acc, pending);
+        finish(acc);
     }
 };
 
