@@ -116,20 +116,22 @@ def test_kept_z_of_layers_of_other_shapes_over_one_buffer(nan_in_z: None) -> Non
     base.check()
 
 
+@pytest.mark.parametrize("keep", [None, "z"])
 @pytest.mark.parametrize("save", [False, True])
-def test_kept_z_under_checkpointing(save: bool, nan_in_z: None) -> None:
-    """Full: the forward, with z, runs again. Selective: y and z are saved."""
+def test_checkpointing(save: bool, keep: str | None, nan_in_z: None) -> None:
+    """Full: the forward runs again. Selective: y, and z if it is kept, are saved."""
     case = make_case(200, 8, 4, 512, 256)
     buffer = make_buffer(case)
+    saved_op = op.forward_op if keep is None else op.forward_keep_z_op
 
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = save and operator is op.forward_keep_z_op
+        saved = save and operator is saved_op
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     got: dict[str, Tensor] = {}
 
     def layer(x: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return mega_moe(x, case.topk_idx, topk_weights, gate_up, down, buffer=buffer, keep="z")
+        return mega_moe(x, case.topk_idx, topk_weights, gate_up, down, buffer=buffer, keep=keep)
 
     for name, value in (
         ("x", case.x), ("topk_weights", case.topk_weights), ("gate_up", case.gate_up), ("down", case.down),
