@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from prime_kernels import runtime
-from prime_kernels.integrations import prime_rl
+from prime_kernels.integrations import prime_rl, prime_rl_dispatcher
 from prime_kernels.integrations.grouped_experts import allocate_main_grads, expert_weights
 from prime_kernels.integrations.prime_rl import MegaMoEDispatchConfig, dispatch_config
 from prime_kernels.module import release_buffers
@@ -179,6 +179,21 @@ def test_without_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module(prime_rl.__name__)
 
 
+def test_the_dispatcher_alone_needs_no_pydantic() -> None:
+    """Any object with the fields will do for it."""
+    code = (
+        "import sys; sys.modules['pydantic'] = None\n"
+        "from types import SimpleNamespace\n"
+        "from prime_kernels.integrations.prime_rl_dispatcher import MegaMoEDispatcher\n"
+        "settings = SimpleNamespace(precision='bf16', max_tokens_per_rank=4, num_sms=None,"
+        " num_reserved_sms=16, capacity_factor=1.25)\n"
+        "print(MegaMoEDispatcher(settings, num_experts=4, top_k=2).max_tokens_per_rank)"
+    )
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(REPO)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.returncode) == ("4\n", 0), result.stderr
+
+
 def test_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     h200 = SimpleNamespace(multi_processor_count=132)
@@ -256,13 +271,13 @@ def test_layers_and_dispatchers_share_a_buffer() -> None:
 
 def test_settings_of_the_config_reach_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float | None] = []
-    build = prime_rl.shared_buffer
+    build = prime_rl_dispatcher.shared_buffer
 
     def record(*args: Any) -> Any:
         seen.append(runtime.get_pool_capacity_factor())
         return build(*args)
 
-    monkeypatch.setattr(prime_rl, "shared_buffer", record)
+    monkeypatch.setattr(prime_rl_dispatcher, "shared_buffer", record)
     monkeypatch.setattr(runtime, "_num_sms", None)
     monkeypatch.setattr(runtime, "_pool_capacity_factor", 3.0)
     buffer = make_dispatcher(make_config(capacity_factor=1.5, num_sms=64)).build_buffer(Experts())

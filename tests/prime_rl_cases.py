@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prime_kernels.integrations.prime_rl import MegaMoEDispatchConfig, MegaMoEDispatcher
+from prime_kernels.integrations.prime_rl_dispatcher import DispatchSettings, MegaMoEDispatcher
 
 EXPERTS, TOPK, HIDDEN, INTER, TOKENS = 4, 2, 6, 5, 8
 
@@ -55,11 +55,14 @@ class Layer(nn.Module):
         return y
 
 
-def make_config(**fields: Any) -> MegaMoEDispatchConfig:
+def make_config(**fields: Any) -> Any:
+    """The framework's config, which needs pydantic."""
+    from prime_kernels.integrations.prime_rl import MegaMoEDispatchConfig
+
     return MegaMoEDispatchConfig(**fields)
 
 
-def make_dispatcher(config: MegaMoEDispatchConfig | None = None, **kwargs: Any) -> MegaMoEDispatcher:
+def make_dispatcher(config: DispatchSettings | None = None, **kwargs: Any) -> MegaMoEDispatcher:
     kwargs = {"num_experts": EXPERTS, "top_k": TOPK, "sequence_length": TOKENS, **kwargs}
     return MegaMoEDispatcher(config or make_config(), **kwargs)
 
