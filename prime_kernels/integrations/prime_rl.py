@@ -24,9 +24,7 @@ from .prime_rl_dispatcher import CONFIG_TABLE, LEAST_SMS, MegaMoEDispatcher, sms
 try:
     from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 except ImportError as error:
-    raise ImportError(
-        f"{__name__} needs pydantic 2: {extras.pip_line('integrations')}"
-    ) from error
+    raise ImportError(f"{__name__} needs pydantic 2: {extras.pip_line('integrations')}") from error
 
 __all__ = ["CONFIG_TABLE", "MegaMoEDispatchConfig", "MegaMoEDispatcher", "dispatch_config"]
 
