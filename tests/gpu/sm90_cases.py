@@ -71,9 +71,7 @@ class Case:
     @functools.cached_property
     def grads(self) -> Grads:
         """float64."""
-        return moe_backward(
-            self.dy.double(), *self._wide(), clamp=self.clamp, shared=self._wide_shared()
-        )
+        return moe_backward(self.dy.double(), *self._wide(), clamp=self.clamp, shared=self._wide_shared())
 
     @functools.cached_property
     def dtopk_size(self) -> float:

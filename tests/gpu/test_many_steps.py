@@ -53,9 +53,7 @@ def batches_of(world: World, layer: int) -> list[Batch]:
     for seed, (counts, kind) in enumerate(zip(COUNTS, ROUTING, strict=True)):
         drawn = make_case(sum(counts), experts, topk, *SHAPES[layer], kind, seed=8 * layer + seed)
         weights = batches[0].case if batches else drawn
-        case = Case(
-            drawn.x, drawn.topk_idx, drawn.topk_weights, weights.gate_up, weights.down, drawn.dy
-        )
+        case = Case(drawn.x, drawn.topk_idx, drawn.topk_weights, weights.gate_up, weights.down, drawn.dy)
         first = world.step(case, counts)
         judge(first, case)
         batches.append(Batch(case, counts, first, world.poisoned_outputs(case, counts)))

@@ -99,9 +99,7 @@ def test_a_side_stream_that_holds_one_sm() -> None:
 
 # CTAs in pairs take whole pairs of SMs. Single ones may each break another pair, and our clusters need both.
 @pytest.mark.parametrize(("ctas", "cluster", "left"), [(8, 2, 8), (8, None, 16)])
-def test_a_collective_that_runs_all_the_time(
-    ctas: int, cluster: int | None, left: int, all_sms: int
-) -> None:
+def test_a_collective_that_runs_all_the_time(ctas: int, cluster: int | None, left: int, all_sms: int) -> None:
     """With SMs left for it: neither waits for the other."""
     runtime.set_num_sms(all_sms - left)
     layer = Layer(make_case(300, 8, 4, 512, 256, "random"))

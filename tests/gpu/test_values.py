@@ -27,9 +27,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_num_sms", runtime._num_sms)
 
 
-def with_rows(
-    rows: tuple[int, ...], shape: tuple[int, int] = (512, 256), clamp: float | None = None
-) -> Case:
+def with_rows(rows: tuple[int, ...], shape: tuple[int, int] = (512, 256), clamp: float | None = None) -> Case:
     """K = 1 and exactly ``rows[e]`` tokens for expert e, in mixed order."""
     case = make_case(sum(rows), len(rows), 1, *shape, clamp=clamp)
     experts = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(DEVICE)
