@@ -25,6 +25,7 @@ else:
 CONFIG = Path(__file__).with_suffix(".toml")
 EXPERTS, TOP_K, HIDDEN, INTER, TOKENS = 8, 2, 256, 128, 64
 LEARNING_RATE = 2.0
+STEPS = 20  # after which the loss has to be a tenth lower
 
 
 class GroupedExperts(nn.Module):
@@ -57,7 +58,7 @@ class MoE(nn.Module):
 def main() -> None:
     """Train the layer to a fixed target and print the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of two micro-batches")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of two micro-batches")
     steps = parser.parse_args().steps
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +68,7 @@ def main() -> None:
     # The backward adds the experts' gradients here, in fp32, over the micro-batches of a step.
     allocate_main_grads(layer.experts)
     x, target = torch.randn(2, TOKENS, HIDDEN, device=device, dtype=torch.bfloat16).unbind()
+    losses = []
     for step in range(steps):
         loss = torch.zeros((), device=device)
         for half in range(2):
@@ -81,7 +83,10 @@ def main() -> None:
                     gradient = weight.grad
                 weight -= LEARNING_RATE * gradient.to(weight.dtype)
                 gradient.zero_()
-        print(f"step {step} loss {loss.item():.4f}")
+        losses.append(loss.item())
+        print(f"step {step} loss {losses[-1]:.4f}")
+    if steps >= STEPS and not losses[-1] < 0.9 * losses[0]:
+        raise SystemExit(f"the loss did not fall: {losses[0]:.4f} to {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":

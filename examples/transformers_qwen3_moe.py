@@ -18,6 +18,7 @@ from prime_kernels.integrations.transformers import apply, revert
 LETTERS = string.ascii_lowercase
 BATCH, SEQUENCE = 8, 24
 PROMPT = "hijkl"
+STEPS = 60  # after which the loss has to be a fifth
 
 
 def make_config() -> Qwen3MoeConfig:
@@ -33,7 +34,7 @@ def make_config() -> Qwen3MoeConfig:
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train, generate, switch back; returns the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--save", metavar="FOLDER", help="write the model as the library does")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
@@ -55,6 +56,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         losses.append(loss.item())
         if step % 10 == 0 or step == options.steps - 1:
             print(f"step {step:3d}  loss {losses[-1]:.3f}")
+
+    if options.steps >= STEPS and not losses[-1] < 0.2 * losses[0]:
+        raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 
     model.eval()
     prompt = torch.tensor([[LETTERS.index(letter) for letter in PROMPT]], device=device)
