@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..symm import SymmBuffer
 from ..train.config import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MAX_TOP_K
 from ..train.corpus import VOCABULARY, load_corpus, sample_windows
 
@@ -134,16 +135,22 @@ def build_model(case: EndToEndCase, device: torch.device) -> Any:
     return model.train()
 
 
-def prepare(model: Any, case: EndToEndCase, variant: Variant) -> None:
-    """Let ``variant`` compute the experts of a new model, and compile it where it says so."""
+def prepare(model: Any, case: EndToEndCase, variant: Variant) -> list[SymmBuffer]:
+    """Let ``variant`` compute the experts of a new model, and compile it where it says so.
+
+    Returns:
+        The staging buffers; none where the library computes.
+    """
+    buffers = []
     if variant.ours:
         from ..integrations.transformers import apply, build_buffers
 
         apply(model, keep=variant.keep, max_tokens_per_rank=case.tokens)
-        build_buffers(model)
+        buffers = build_buffers(model)
     if variant.compiled:
         for layer in model.model.layers:
             layer.compile(dynamic=False)
+    return buffers
 
 
 def count_parameters(model: nn.Module, case: EndToEndCase) -> dict[str, int]:

@@ -149,7 +149,7 @@ def run_variant(case: EndToEndCase, name: str, batches: Tensor, limit_seconds: f
 
     Raises:
         TimeoutError: it took more than ``limit_seconds``.
-        RuntimeError: out of memory, a compiler that failed, a loss that is not finite.
+        RuntimeError: out of memory, a compiler that failed, a fault in the kernels, a loss that isn't finite.
     """
     with time_limit(limit_seconds, name):
         try:
@@ -174,7 +174,7 @@ def _train(case: EndToEndCase, name: str, batches: Tensor) -> VariantResult:
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     model = build_model(case, device)
-    prepare(model, case, VARIANTS[name])
+    buffers = prepare(model, case, VARIANTS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, fused=True)
     new_event = _new_event(device)
     events: list[list[Event]] = []
@@ -199,6 +199,8 @@ def _train(case: EndToEndCase, name: str, batches: Tensor) -> VariantResult:
         optimizer.zero_grad()
         mark()
         losses.append(loss.detach())
+    for buffer in buffers:
+        buffer.check()
     values = torch.stack(losses).tolist()
     if on_gpu:
         torch.cuda.synchronize(device)

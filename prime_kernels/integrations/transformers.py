@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from ..module import MegaMoE
 from ..op import NAMESPACE, _check_precision
+from ..symm import SymmBuffer
 from ..validation import DATA_DTYPES, wide_dtype
 from .expert_sharding import check_can_shard, gather_experts, shard_experts
 
@@ -62,6 +63,10 @@ class _Experts(MegaMoE):
         num_experts, two_intermediate, hidden = experts.gate_up_proj.shape
         super().__init__(num_experts, top_k, hidden, two_intermediate // 2, device="meta", **settings)
         self.library_config = experts.config
+
+    def buffers_built(self) -> list[SymmBuffer]:
+        """Those that forwards have used, one for each dtype."""
+        return list(self._placement.built.values())
 
     def compute(self, experts: nn.Module, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """y [n, H] of x [n, H] with the weights of ``experts``."""
@@ -210,16 +215,20 @@ def revert(model: nn.Module) -> list[str]:
     return [name for name, _ in switched]
 
 
-def build_buffers(model: nn.Module) -> None:
+def build_buffers(model: nn.Module) -> list[SymmBuffer]:
     """Build the staging buffers of a model that was switched over: no tokens pass through its experts.
 
     Collective over the group. The first eager forward does this by itself; ``torch.compile`` needs the
     buffers before it traces. A buffer belongs to a dtype: with ``torch.autocast`` call this inside of it.
 
+    Returns:
+        The buffers, one for all layers of a shape; their ``check()`` raises what the kernels recorded.
+
     Raises:
         ValueError: the model was not switched over; else as :class:`~..symm.SymmBuffer`.
         RuntimeError: as :class:`~..symm.SymmBuffer`.
     """
+    buffers: list[SymmBuffer] = []
     for _, module in _switched_modules(model):
         experts: _Experts = getattr(module, _SWITCHED)
         weight = module.gate_up_proj
@@ -227,6 +236,8 @@ def build_buffers(model: nn.Module) -> None:
         topk_weights = torch.empty(0, experts.top_k, device=weight.device)
         with torch.no_grad():
             module(x, topk_weights.long(), topk_weights)
+        buffers += [buffer for buffer in experts.buffers_built() if buffer not in buffers]
+    return buffers
 
 
 def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

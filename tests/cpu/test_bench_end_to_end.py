@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
@@ -135,7 +136,8 @@ def test_the_default_model_has_about_a_billion_parameters() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_who_computes_the_experts(name: str) -> None:
     model, variant = build_model(SMALL, CPU), VARIANTS[name]
-    prepare(model, SMALL, variant)
+    buffers = prepare(model, SMALL, variant)
+    assert len(buffers) == variant.ours
     layer = model.model.layers[0]
     assert hasattr(layer.mlp.experts, "_mega_moe_experts") == variant.ours
     if variant.ours:
@@ -197,12 +199,13 @@ def test_a_variant_that_fails_is_reported_and_the_others_run(
     """One runs out of memory, one takes too long, one disagrees."""
     original = end_to_end_run.step_loss
 
-    def prepared(model: Any, case: EndToEndCase, variant: Any) -> None:
+    def prepared(model: Any, case: EndToEndCase, variant: Any) -> list[Any]:
         if variant == VARIANTS["recompute"]:
             raise torch.OutOfMemoryError("no memory\nfor this")
         if variant == VARIANTS["library-compile"]:
             signal.raise_signal(signal.SIGALRM)  # as after the time limit
         model.wrong = variant == VARIANTS["kept-z"]
+        return []
 
     def loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return original(model, ids) * (1 + 2 * FIRST_LOSS_LIMIT * model.wrong)
@@ -228,6 +231,15 @@ def test_a_loss_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_to_end_run, "step_loss", lambda *args: original(*args) * float("nan"))
     with pytest.raises(RuntimeError, match="a loss of library is not finite"):
         run_variant(SMALL, "library", make_batches(SMALL, CPU)[1], 60)
+
+
+def test_faults_of_the_kernels_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault() -> None:
+        raise RuntimeError("too few pool rows")
+
+    monkeypatch.setattr(end_to_end_run, "prepare", lambda *args: [SimpleNamespace(check=fault)])
+    with pytest.raises(RuntimeError, match="too few pool rows"):
+        run_variant(SMALL, "recompute", make_batches(SMALL, CPU)[1], 60)
 
 
 def test_the_time_limit_ends_with_its_block() -> None:

@@ -170,6 +170,14 @@ def test_compiled() -> None:
     assert_same(model, reference, run(model), run(reference))
 
 
+def test_layers_of_one_shape_have_one_buffer() -> None:
+    _, model = make_pair(qwen3())
+    (buffer,) = build_buffers(model)
+    buffer.check()
+    assert build_buffers(model) == [buffer]
+    assert buffer.num_max_tokens_per_rank == TOKENS
+
+
 def test_compiled_before_there_is_a_buffer() -> None:
     _, model = make_pair(qwen3(num_hidden_layers=1))
     experts_of(model)[0].compile(backend="aot_eager", fullgraph=True)
