@@ -106,7 +106,9 @@ def _device_type(text: str) -> str:
 def _cases(options: argparse.Namespace, device_type: str) -> list[Case]:
     precisions = _names(options.precision, PRECISIONS, "precision")
     if options.smoke:
-        return smoke_matrix(precisions[0])
+        # One GPU has no second rank.
+        most = torch.cuda.device_count() if device_type == "cuda" else max(CPU_RANKS)
+        return [case for case in smoke_matrix(precisions[0]) if case.ranks <= most]
     ranks = _ranks(options.ranks, device_type)
     if not (options.shapes or options.routings or options.variants):
         cases = default_matrix(ranks, device_type, precisions)

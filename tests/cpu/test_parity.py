@@ -267,6 +267,17 @@ runpy.run_module("prime_kernels", run_name="__main__")
 """
 
 
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, {1}), (2, {1, 2})])
+def test_smoke_on_gpus_takes_no_more_ranks_than_there_are(
+    gpus: int, ranks: set[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert parity.main(["--smoke", "--device", "cuda", "--list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {int(name.split("-r")[1][0]) for name in names} == ranks
+
+
 def test_smoke_needs_the_core_dependencies_only() -> None:
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False
