@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -275,7 +276,7 @@ def test_smoke_on_gpus_takes_no_more_ranks_than_there_are(
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert parity.main(["--smoke", "--device", "cuda", "--list"]) == 0
     names = capsys.readouterr().out.split()
-    assert {int(name.split("-r")[1][0]) for name in names} == ranks
+    assert {int(number) for name in names for number in re.findall(r"-r(\d+)-", name)} == ranks
 
 
 def test_smoke_needs_the_core_dependencies_only() -> None:
