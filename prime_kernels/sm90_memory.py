@@ -222,14 +222,15 @@ def _rendezvous(
     with torch.cuda.device(device), _without_multicast():
         storage = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         handle = _SymmetricMemory.rendezvous(storage, name)
-    rank = dist.get_rank(group)
-    # The addresses are those of whole allocations.
-    offset = storage.data_ptr() - handle.buffer_ptrs[rank]
     storage.zero_()
     synchronize(device)
+    # The addresses are those of whole allocations, in which torch's pool may place the parts differently.
+    offset = storage.data_ptr() - handle.buffer_ptrs[dist.get_rank(group)]
+    offsets = [0] * len(handle.buffer_ptrs)
     # Also the barrier that lets nobody write to a peer's memory before it is zero.
-    validation.check_equal_on_all_ranks(group, {"offset of the symmetric memory": offset}, "SymmBuffer")
-    return storage, [address + offset for address in handle.buffer_ptrs], handle
+    dist.all_gather_object(offsets, offset, group=group)
+    peers = [address + offset for address, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
+    return storage, peers, handle
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def slowest(ranks: Sequence[dict[str, Spread]]) -> dict[str, Spread]:
     return {name: max((spreads[name] for spreads in ranks), key=lambda s: s.median) for name in ranks[0]}
 
 
-def _functions(size: EpSize, groups: Groups, buffers: dict[str, SymmBuffer], who: str) -> dict[str, Any]:
+def _functions(groups: Groups, buffers: dict[str, SymmBuffer], who: str) -> dict[str, Any]:
     """The contender's layer in each place."""
     if who in KEEPS:
         return {place: partial(mega_moe, buffer=buffers[place], keep=KEEPS[who]) for place in PLACES}
@@ -127,21 +127,34 @@ def _buffers(size: EpSize, groups: Groups) -> dict[str, SymmBuffer]:
         runtime.set_pool_capacity_factor(before)
 
 
-def _build(
-    who: str, functions: dict[str, Any], tensors: EpTensors, group: dist.ProcessGroup
-) -> tuple[dict[str, _Layer], dict[str, dict[str, Tensor]], str]:
-    """The contender's layers by place, what their first step gave, and why it failed on some rank or ""."""
-    layers, outputs, error = {}, {}, ""
+def _prepare(
+    who: str,
+    functions: dict[str, Any],
+    tensors: EpTensors,
+    buffers: dict[str, SymmBuffer],
+    expected: dict[str, dict[str, Tensor]],
+    group: dist.ProcessGroup,
+) -> tuple[dict[str, _Layer], dict[str, float], str]:
+    """The contender's layers by place, how far a first step is from ``expected``, and why it failed or "".
+
+    A step of torch's that fails on one rank is left out on all; what else fails is raised.
+    """
+    layers: dict[str, _Layer] = {}
+    differences: dict[str, float] = {}
+    error = ""
     try:
         for place, inputs in ((OVER_RANKS, tensors.over_ranks), (ALONE, tensors.alone)):
             layers[place] = _Layer(inputs, functions[place])
-            outputs[place] = layers[place].step()
+            outputs = layers[place].step()
+            buffers[place].check()
+            for name, value in compare(outputs, expected[place]).items():
+                differences[name] = max(value, differences.get(name, 0.0))
     except PEER_ERRORS as problem:
-        if who not in PEERS or who == REFERENCE:
+        if who not in PEERS:
             raise
         error = f"{type(problem).__name__}: {next(iter(str(problem).splitlines()), '')}"
-    errors = {f"rank {rank}: {text}" for rank, text in enumerate(_gather(group, error)) if text}
-    return layers, outputs, min(errors, default="")
+    errors = [f"rank {rank}: {text}" for rank, text in enumerate(_gather(group, error)) if text]
+    return layers, differences, min(errors, default="")
 
 
 def measure(
@@ -160,25 +173,20 @@ def measure(
     buffers = _buffers(size, groups)
     differences: dict[str, float] = {}
     failures, contenders = {}, []
+    reference = _functions(groups, buffers, REFERENCE)
     expected = {
-        place: _Layer(inputs, function).step()
-        for (place, function), inputs in zip(
-            _functions(size, groups, buffers, REFERENCE).items(),
-            (tensors.over_ranks, tensors.alone),
-            strict=True,
-        )
+        OVER_RANKS: _Layer(tensors.over_ranks, reference[OVER_RANKS]).step(),
+        ALONE: _Layer(tensors.alone, reference[ALONE]).step(),
     }
     for number, who in enumerate(chosen):
-        layers, outputs, error = _build(who, _functions(size, groups, buffers, who), tensors, groups.everyone)
+        functions = _functions(groups, buffers, who)
+        layers, theirs, error = _prepare(who, functions, tensors, buffers, expected, groups.everyone)
         if error:
             failures[who] = error
             continue
-        for buffer in buffers.values():
-            buffer.check()
-        for place, got in outputs.items():
-            for name, value in compare(got, expected[place]).items():
-                if who in KEEPS:
-                    differences[name] = max(value, differences.get(name, 0.0))
+        if who in KEEPS:
+            for name, value in theirs.items():
+                differences[name] = max(value, differences.get(name, 0.0))
         for place, layer in layers.items():
             contenders.append(_contender(number, who, place, layer, token, groups.everyone))
     del expected
@@ -189,8 +197,9 @@ def measure(
     # Compiled for this load alone.
     torch.compiler.reset()
     everyone = _gather(groups.everyone, (spreads, differences))
-    worst = {name: max(theirs[name] for _, theirs in everyone) for name in differences}
-    return EpResult(size, routing, _times(slowest([theirs for theirs, _ in everyone])), worst, failures)
+    worst = {name: max(of_rank[name] for _, of_rank in everyone) for name in differences}
+    times = _times(slowest([of_rank for of_rank, _ in everyone]))
+    return EpResult(size, routing, times, worst, failures)
 
 
 def _contender(

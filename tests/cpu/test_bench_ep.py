@@ -203,6 +203,7 @@ def _measure(rank: int, size: int, routing: str, broken: str) -> EpResult:
             chosen = ["mega_moe", "torch compile"]
             right = ep_run.AllToAllMoE
             fails = rank == size - 1
+            patch.setattr(ep_run, "compare", lambda got, expected: {})
             patch.setattr(torch, "compile", lambda function, **options: function)
             patch.setattr(
                 ep_run,
