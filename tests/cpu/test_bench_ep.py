@@ -17,7 +17,7 @@ from gloo_world import GlooWorld
 
 from prime_kernels import cli, runtime
 from prime_kernels.bench import ep, ep_run, ep_world
-from prime_kernels.bench.ep_case import EpSize, ep_sizes, make_ep_tensors
+from prime_kernels.bench.ep_case import EpSize, EpTensors, ep_sizes, make_ep_tensors
 from prime_kernels.bench.ep_report import as_text, write_reports
 from prime_kernels.bench.ep_run import ALONE, CONTENDERS, OVER_RANKS, EpResult, Groups, slowest
 from prime_kernels.bench.ep_summary import as_record, exposed, load_records, speed_up, tflops, write_record
@@ -403,3 +403,37 @@ def test_one_process_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with ep_world.process_groups(CPU) as groups:
         assert dist.get_world_size(groups.everyone) == dist.get_world_size(groups.alone) == 1
     assert not dist.is_initialized()
+
+
+def test_the_ranks_way_from_loads_to_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compile, measure, print, write; what needs a GPU is made up."""
+    monkeypatch.delenv("RANK", raising=False)
+    compiled: list[str] = []
+    monkeypatch.setattr(ep, "compile_kernel", lambda source: compiled.append(source.name))
+    measured: list[str] = []
+
+    def measure(size: EpSize, routing: str, tensors: EpTensors, *rest: object) -> EpResult:
+        assert tensors.over_ranks.topk_idx.max() < size.experts
+        measured.append(size.name)
+        return made_up(1, tokens=size.alone.tokens)
+
+    monkeypatch.setattr(ep, "measure", measure)
+    arguments, sizes = ep.parse(["--models", "qwen3-30b-a3b", "--tokens", "16", "--out", str(tmp_path)], 1)
+    sizes = [replace(size, alone=replace(size.alone, hidden=64, intermediate=64)) for size in sizes]
+    with ep_world.process_groups(CPU) as groups:
+        ep.compile_kernels(arguments.models, 1)
+        results = ep.run(sizes, arguments, groups, CPU, ep_run.Clock(1, 1, CountedCalls, lambda: None))
+    ep.write(arguments, results, 1, CPU)
+    assert measured == ["qwen3-30b-a3b, T 16"]
+    assert {"route_plan_count", "forward_sm90_bf16", "backward_sm90_bf16"} <= set(compiled)
+    out = capsys.readouterr().out
+    assert "not measured: torch compile" in out
+    assert out.count("wrote ") == 3
+    record = json.loads((tmp_path / "ep1.json").read_text())
+    assert record["hardware"].startswith("1 x CPU")
+    assert record["command"].startswith("python -m prime_kernels bench ep --models qwen3-30b-a3b --tokens 16")
+    ep.write(arguments, [made_up(8)], 8, CPU)
+    record = json.loads((tmp_path / "ep8.json").read_text())
+    assert record["command"].startswith("torchrun --standalone --nproc-per-node 8 -m prime_kernels bench ep")
