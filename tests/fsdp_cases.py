@@ -338,6 +338,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor().clone()
 
 
+def expert_parameters(model: Model) -> list[Any]:
+    """What FSDP knows of the experts' parameters."""
+    states = [block.experts._get_fsdp_state() for block in model.blocks]
+    return [parameter for state in states for parameter in state._fsdp_param_group.fsdp_params]
+
+
 def train(
     model: Any,
     optimizer: torch.optim.Optimizer,

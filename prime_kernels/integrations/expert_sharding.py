@@ -82,7 +82,7 @@ def fully_shard_experts(
 
     Raises:
         ValueError: a mesh without names or of another number of dims or of other ranks than the EP group's; a
-            module of another kind; sizes that do not divide over the data parallel ranks.
+            module of another kind; experts and rows that both don't divide over the data parallel ranks.
     """
     names = mesh.mesh_dim_names
     if names is None or mesh.ndim not in (2, 3):
@@ -92,6 +92,7 @@ def fully_shard_experts(
         )
     expert_mesh = mesh[names[-1]]
     data_mesh = mesh[names[0]] if mesh.ndim == 2 else mesh[names[:-1]]
+    placement_of = _placement_of_fsdp(experts, mesh.size(mesh.ndim - 2))
     if isinstance(experts, MegaMoE):
         distribute_experts(experts, expert_mesh)
     else:
@@ -100,7 +101,7 @@ def fully_shard_experts(
     unit = fully_shard(
         experts,
         mesh=data_mesh,
-        shard_placement_fn=_placement_of_fsdp(experts, mesh.size(mesh.ndim - 2)),
+        shard_placement_fn=placement_of,
         mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, False),
         **options,
     )
@@ -129,16 +130,12 @@ class _Divide:
 
 def _placement_of_fsdp(experts: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard]:
     """The dim on which FSDP cuts each parameter."""
-
-    def is_even(weight: Tensor, dim: int) -> bool:
-        return local_part(weight).shape[dim] % shards == 0
-
-    weights = dict(experts.named_parameters())
-    routed = [weight for weight in weights.values() if weight.dim() == 3]
-    # FSDP pads uneven shards of dim 0, which DTensors that are split over experts as well don't describe.
-    dim = next((dim for dim in (0, 1) if all(is_even(weight, dim) for weight in routed)), None)
+    weights = {name: local_part(weight) for name, weight in experts.named_parameters()}
+    sizes = {name: tuple(weight.shape) for name, weight in weights.items() if weight.dim() == 3}
+    # torch 2.9 reads and saves uneven shards of a dim that is split over experts as well in the wrong places.
+    even = (dim for dim in (0, 1) if all(size[dim] % shards == 0 for size in sizes.values()))
+    dim = next(even, None)
     if dim is None:
-        sizes = {name: tuple(local_part(weight).shape) for name, weight in weights.items()}
         raise ValueError(
             f"{type(experts).__name__} holds {sizes} on this rank, and FSDP over {shards} ranks cuts experts "
             "or their rows into equal parts; use a number of data parallel ranks that divides either"

@@ -23,6 +23,7 @@ from fsdp_cases import (
     Sizes,
     Trace,
     build,
+    expert_parameters,
     load,
     loss_of,
     make_batches,
@@ -47,6 +48,7 @@ from prime_kernels.integrations.expert_sharding import (
     clip_grad_norm_,
     distribute_experts,
     fully_shard_experts,
+    local_part,
 )
 from prime_kernels.module import release_buffers
 
@@ -83,7 +85,7 @@ def check_training(world: GlooWorld, setup: Setup, micro_batches: int = 1) -> No
 
 
 HSDP_EXPERTS, HSDP_EXPERTS_EP1 = Layout((2, 1, 2), "hsdp"), Layout((2, 2, 1))
-SIX_EXPERTS = Sizes(experts=6, idle_experts=1)  # FSDP cuts rows of each, their number does not divide
+BY_ROWS = Sizes(experts=6, idle_experts=1)  # FSDP cuts rows of each: the experts don't divide
 
 
 @four_ranks
@@ -96,8 +98,8 @@ SIX_EXPERTS = Sizes(experts=6, idle_experts=1)  # FSDP cuts rows of each, their 
         pytest.param(Setup(NODES), id="EP2 in a node, HSDP across two"),
         pytest.param(Setup(HSDP_EXPERTS), id="EP2 x two replicas"),
         pytest.param(Setup(HSDP_EXPERTS_EP1), id="FSDP2 x two replicas"),
-        pytest.param(Setup(EP2, SIX_EXPERTS), id="EP2 x FSDP2 by rows"),
-        pytest.param(Setup(EP1, SIX_EXPERTS), id="FSDP4 by rows"),
+        pytest.param(Setup(EP2, BY_ROWS), id="EP2 x FSDP2 by rows"),
+        pytest.param(Setup(EP1, BY_ROWS), id="FSDP4 by rows"),
         pytest.param(Setup(EP4, mode="full"), id="EP4 checkpointed"),
         pytest.param(Setup(NODES, mode="full"), id="two nodes checkpointed"),
         pytest.param(Setup(EP2, mode="selective"), id="EP2 x FSDP2 checkpointed but for y"),
@@ -138,6 +140,13 @@ def micro_batches_that_cancel(sizes: Sizes) -> tuple[list[Batch], list[Batch]]:
     return [*large, *opposite], [replace(batch, scale=SMALL_SCALE) for batch in small]
 
 
+def sums_are_rounded(model: Model) -> bool:
+    """Whether what FSDP holds after one backward are bf16 gradients, not sums of the kernels in fp32."""
+    held = [local_part(parameter.unsharded_accumulated_grad) for parameter in expert_parameters(model)]
+    assert {grad.dtype for grad in held} == {torch.float32}
+    return all(torch.equal(grad, grad.bfloat16().float()) for grad in held)
+
+
 def _mixed_precision(
     rank: int, size: int, setup: Setup, weights: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -146,6 +155,8 @@ def _mixed_precision(
     for last, batches in enumerate(micro_batches_that_cancel(setup.sizes)):
         model.set_requires_gradient_sync(bool(last))
         loss_of(model, batches[rank], tokens_of(batches)).backward()
+        if not last and setup.policy.reduce_dtype == torch.float32 and setup.layout != EP4:
+            assert sums_are_rounded(model) == (not setup.accumulate)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     grads = {name: whole(weight.grad) for name, weight in model.named_parameters()}
     for block in model.blocks:
@@ -239,7 +250,7 @@ def assert_same(loaded: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
         pytest.param(Sizes(), EP2, [EP4, EP1, HSDP_EXPERTS, None], id="EP2 x FSDP2"),
         pytest.param(Sizes(), EP1, [EP4], id="FSDP4"),
         pytest.param(Sizes(), NODES, [EP4], id="EP2 in a node, HSDP across two"),
-        pytest.param(SIX_EXPERTS, EP2, [EP1, None], id="EP2 x FSDP2 by rows"),
+        pytest.param(BY_ROWS, EP2, [EP1, None], id="EP2 x FSDP2 by rows"),
         pytest.param(Sizes(), None, [EP4, NODES], id="one process"),
     ],
 )
@@ -387,10 +398,9 @@ def _refusals(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"Linear.weight is sharded over the ranks \[\d, \d\], the last dim"):
         fully_shard_experts(linear, mesh)
     uneven = make_experts(rank, group, num_experts=6, hidden=9)
-    with pytest.raises(
-        ValueError, match=r"'gate_up': \(3, 12, 9\).*FSDP over 2 ranks cuts experts or their rows"
-    ):
+    with pytest.raises(ValueError, match=r"'gate_up': \(3, 12, 9\).*FSDP over 2 ranks cuts experts or"):
         fully_shard_experts(uneven, mesh)
+    assert not isinstance(uneven.gate_up, DTensor)
     distribute_experts(experts, mesh["expert"])
     with pytest.raises(ValueError, match="gate_up is a DTensor already"):
         distribute_experts(experts, mesh["expert"])

@@ -19,6 +19,7 @@ from fsdp_cases import (
     Setup,
     Sizes,
     build,
+    expert_parameters,
     load,
     loss_of,
     optimizer_of,
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from prime_kernels import MegaMoE, op, runtime
-from prime_kernels.integrations.expert_sharding import clip_grad_norm_
+from prime_kernels.integrations.expert_sharding import clip_grad_norm_, local_part
 from prime_kernels.module import release_buffers
 
 pytestmark = pytest.mark.gpu
@@ -127,15 +128,6 @@ def unwrapped(sizes: Sizes, dtype: torch.dtype) -> Model:
         )  # fmt: skip
 
 
-def accumulators(model: Model) -> list[Tensor]:
-    """What FSDP holds of the experts' gradients between micro-batches."""
-    return [
-        parameter.unsharded_accumulated_grad.to_local()
-        for block in model.blocks
-        for parameter in block.experts._get_fsdp_state()._fsdp_param_group.fsdp_params
-    ]
-
-
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each forward of the experts from now on."""
     calls: list[None] = []
@@ -177,10 +169,12 @@ def test_gradients_of_micro_batches(
         model.set_requires_gradient_sync(index == len(batches) - 1)
         loss_of(model, batch, tokens_of(batches), ranks=1).backward()
         choices.append([block.chosen for block in model.blocks])
-        if index == len(batches) - 2:
-            for held in accumulators(model):
+        if index == 0:
+            for parameter in expert_parameters(model):
+                held = local_part(parameter.unsharded_accumulated_grad)
                 assert held.dtype == torch.float32
-                assert not torch.equal(held, held.to(BF16).float())
+                # A gradient in bf16, or what the kernels added in fp32.
+                assert torch.equal(held, held.to(BF16).float()) == (not accumulate)
     assert len(forwards) == len(batches) * sizes.layers * (2 if mode == "full" else 1)
     for block in model.blocks:
         built = block.experts._placement.built
