@@ -73,6 +73,10 @@ def mma_type_of(weight: Tensor, what: str) -> str:
     dtype, device_type = weight.dtype, weight.device.type
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
+    return _mma_type_of_dtype(dtype, what)
+
+
+def _mma_type_of_dtype(dtype: torch.dtype, what: str) -> str:
     if dtype not in _MMA_TYPE_OF_DTYPE:
         known = ", ".join(str(known) for known in _MMA_TYPE_OF_DTYPE)
         raise ValueError(f"{what} computes in {dtype} here and has no buffer for it; use {known}")
@@ -259,17 +263,22 @@ class MegaMoE(nn.Module):
         self._placement = _Placement(buffer=buffer)
         self.max_tokens_per_rank = buffer.num_max_tokens_per_rank
 
-    def build_buffer(self) -> SymmBuffer:
+    def build_buffer(self, dtype: torch.dtype | None = None) -> SymmBuffer:
         """Build the staging buffer now, or take the one an equal layer built. Collective over the group.
 
         The first eager forward does this by itself. A buffer belongs to a dtype: with ``torch.autocast`` call
         it inside the autocast region.
 
+        Args:
+            dtype: what the forward will compute in. None takes the parameters' dtype, or autocast's; under
+                FSDP's mixed precision it is the policy's ``param_dtype``.
+
         Raises:
-            ValueError: see :class:`~.symm.SymmBuffer`; a group of another size than the module was made for.
+            ValueError: see :class:`~.symm.SymmBuffer`; a group of another size than the module was made for;
+                a dtype that no buffer is for.
             RuntimeError: see :class:`~.symm.SymmBuffer`; the buffer given to this module was destroyed.
         """
-        mma_type = self._mma_type()
+        mma_type = self._mma_type() if dtype is None else _mma_type_of_dtype(dtype, "MegaMoE")
         found = self._placement.find(mma_type)
         if found is not None:
             return found

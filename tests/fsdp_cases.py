@@ -303,7 +303,7 @@ def build(setup: Setup, weights: dict[str, Tensor] | None) -> Model:
         dense = init_device_mesh(setup.device, replicas, mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
         if setup.compiled:
-            block.experts.build_buffer()
+            block.experts.build_buffer(setup.policy.param_dtype)
             block.experts.compile(backend="aot_eager", fullgraph=True)
         fully_shard_experts(block.experts, mesh, mp_policy=setup.policy)
         fully_shard(block, mesh=dense, mp_policy=setup.policy)

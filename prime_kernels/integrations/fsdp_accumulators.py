@@ -5,7 +5,7 @@ reduce dtype over micro-batches. With it the kernels add to FSDP's accumulator t
 no gradient tensor beside it. Its price is memory: a layer's accumulators, 12 El I H bytes, exist from its
 forward to its reduce-scatter, where they otherwise begin in the backward.
 
-Reads private attributes of ``torch.distributed.fsdp``, as torch 2.13 has them.
+Reads private attributes of ``torch.distributed.fsdp``, as torch 2.9 to 2.13 have them.
 """
 
 from __future__ import annotations

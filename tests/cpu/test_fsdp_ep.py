@@ -117,8 +117,11 @@ ROUTED_ONLY = Sizes(shared_experts=0)
 
 
 @four_ranks
-@pytest.mark.parametrize("layout", [EP4, EP2, EP1, NODES], ids=str)
-@pytest.mark.parametrize("mode", [None, "full"])
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [(EP4, None), (EP2, None), (EP1, None), (NODES, None), (EP2, "full"), (NODES, "full")],
+    ids=str,
+)
 @pytest.mark.parametrize("accumulate", [False, True], ids=["returned", "accumulators"])
 def test_gradient_accumulation(world: GlooWorld, layout: Layout, mode: str | None, accumulate: bool) -> None:
     """Three micro-batches of which the last reduces; gradients returned, or added to FSDP's accumulators."""
@@ -166,8 +169,16 @@ def _mixed_precision(
 
 
 @four_ranks
-@pytest.mark.parametrize("layout", [EP4, EP2, EP1, NODES], ids=str)
-@pytest.mark.parametrize("kind", ["returned", "accumulators", "checkpointed"])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *((layout, "returned") for layout in (EP4, EP2, EP1, NODES)),
+        *((layout, "accumulators") for layout in (EP4, EP2, EP1)),
+        *((layout, "checkpointed") for layout in (EP2, NODES)),
+        (EP2, "compiled"),
+    ],
+    ids=str,
+)
 def test_mixed_precision(world: GlooWorld, layout: Layout, kind: str) -> None:
     """fp32 weights, bf16 compute, fp32 sums over micro-batches and ranks."""
     accumulate = kind == "accumulators"
@@ -179,7 +190,15 @@ def test_mixed_precision(world: GlooWorld, layout: Layout, kind: str) -> None:
     for reduce_dtype in (torch.float32, torch.bfloat16):
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
         mode = "full" if kind == "checkpointed" else None
-        setup = Setup(layout, sizes, torch.float32, mode, accumulate=accumulate, policy=policy)
+        setup = Setup(
+            layout,
+            sizes,
+            torch.float32,
+            mode,
+            compiled=kind == "compiled",
+            accumulate=accumulate,
+            policy=policy,
+        )
         results = world.run(_mixed_precision, setup, weights)
         single.zero_grad()
         _, batches = micro_batches_that_cancel(sizes)

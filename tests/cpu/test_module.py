@@ -189,6 +189,25 @@ def test_compile_needs_the_buffer_first() -> None:
     assert_all_close([p.grad for p in experts.parameters()], expected_grads[2:], EXACT)
 
 
+def test_buffer_for_another_dtype_than_the_parameters() -> None:
+    """Where mixed precision casts the parameters, only their user knows what the forward computes in."""
+    experts = make_module(Shape(), torch.float32)
+    assert experts.build_buffer(torch.bfloat16).mma_type == "bf16xbf16"
+    assert experts.build_buffer(torch.bfloat16) is experts.build_buffer(torch.bfloat16)
+    assert experts.build_buffer().mma_type == "f32xf32"
+    with pytest.raises(ValueError, match=r"MegaMoE computes in torch\.float16 here and has no buffer for it"):
+        experts.build_buffer(torch.float16)
+
+
+def test_output_is_no_view() -> None:
+    """FSDP's hook is on the output, and an operation in place on a view would drop it."""
+    for leading in ((3,), (2, 3)):
+        y = make_module()(*make_batch(*leading))
+        assert not y._is_view()
+        y += 1
+        y.sum().backward()
+
+
 # ---- parameters
 
 
