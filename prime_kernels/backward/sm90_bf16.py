@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..sm90 import Sm90Rank
 
 NUM_MAPS = 10
+KEPT_TILE_RATIO = 2  # tiles of the first phase are this much wider with kept z, so a wave of experts has fewer
 
 
 class WeightGradient(ctypes.Structure):
@@ -118,8 +119,11 @@ def launch(
         z: what the forward of the same routing kept; None: recomputed.
     """
     pools = rank.pools
+    common = rank.launch_params(dx.shape[0], clamp)
+    if z is not None:
+        common.problem.min_wave_tasks //= KEPT_TILE_RATIO
     params = BackwardParams(
-        launch=rank.launch_params(dx.shape[0], clamp),
+        launch=common,
         pool_x=pools.x.data_ptr(),
         pool_dy=pools.dy.data_ptr(),
         weights=pools.weights.data_ptr(),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 THREADS = 384
-SHARED_BYTES = 232360  # sizeof(SharedMap) in tiles.cuh
+SHARED_BYTES = 232392  # sizeof(SharedMap) in tiles.cuh
 ATOM = 64  # bf16 elements of a swizzled row: the inner box of every map
 SWIZZLE_BYTES = 128
 WEIGHT_BOX_ROWS = 128  # each CTA of a cluster loads this part of the weight tile for both

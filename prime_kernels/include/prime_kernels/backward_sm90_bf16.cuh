@@ -20,17 +20,20 @@ struct BackwardConfig {
     static constexpr bool kTrace = kTrace_;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kIntermediate = kIntermediate_;
-    static constexpr uint32_t kGradColumns = 128;  // a kGrad tile: 128 columns each of gate, up and da'
+    // Columns of a kGrad tile. With gate, up and da' in registers there is room for 128 each; with z in memory for 256 of da'.
+    static constexpr uint32_t kGradColumns = kKeptZ ? 256 : 128;
+    static constexpr uint32_t kParts = kGradColumns / kAtom;
     static constexpr uint32_t kGradBlocks = (kIntermediate + kGradColumns - 1) / kGradColumns;
     static constexpr uint32_t kDxBlocks = (kHidden + kBlockN - 1) / kBlockN;
     static constexpr uint32_t kHiddenDepth = kHidden / kBlockK;
-    static constexpr uint32_t kZStages = kKeptZ ? 2 : kHiddenDepth;  // ring stages before da': gate and up, or their product
+    static constexpr uint32_t kZStages = kKeptZ ? kParts : kHiddenDepth;  // ring stages of gate and up, behind da', or their product before it
     static constexpr uint32_t kDzDepth = 2 * kIntermediate / kBlockK;
     static constexpr uint32_t kHiddenBytes = kHidden * sizeof(Bf16);
-    static constexpr uint32_t kMathRegisters = 232;  // 192 accumulators in kGrad
-    static constexpr uint32_t kAuxRegisters = 40;
-    static constexpr uint32_t kInFlight = 4;
-    static constexpr uint32_t kCombineUnroll = 4;
+    // Recomputing takes 192 accumulators in kGrad; else dispatch gets the registers, since kGrad then outruns it.
+    static constexpr uint32_t kMathRegisters = kKeptZ ? 216 : 232;
+    static constexpr uint32_t kAuxRegisters = kKeptZ ? 72 : 40;
+    static constexpr uint32_t kInFlight = kKeptZ ? 8 : 4;
+    static constexpr uint32_t kCombineUnroll = kKeptZ ? 8 : 4;
     static constexpr uint32_t kClusterRows = kBlockM * kClusterSize;  // of a weight gradient
     static constexpr BackwardBlocks kBlocks = {kGradBlocks, kDxBlocks, (kHidden + kClusterRows - 1) / kClusterRows,
                                                (kIntermediate + kBlockN - 1) / kBlockN,
@@ -47,7 +50,8 @@ struct BackwardMaps {
 };
 
 using GateUpLoop = MainLoop<Major::K, Major::K, kBlockN>;
-using DaLoop = MainLoop<Major::K, Major::MN, 128>;
+template <typename Config>
+using DaLoop = MainLoop<Major::K, Major::MN, Config::kGradColumns>;
 using DxLoop = MainLoop<Major::K, Major::MN, kBlockN>;
 using WeightLoop = MainLoop<Major::MN, Major::MN, kBlockN>;
 using BackwardOrder = WaveOrder<kBackwardPhases, kBackwardMaxLag>;
@@ -63,17 +67,12 @@ struct BackwardProducer {
     TaskClaims& claims;
 
     __device__ __forceinline__ void gradient_inputs(const CtaTask& own) {
-        constexpr uint32_t kDepth = Config::kHiddenDepth, kAtoms = Config::kGradColumns / kAtom;
+        constexpr uint32_t kDepth = Config::kHiddenDepth;
         const uint32_t row = own.pool_block * kBlockM, column = own.n_block * Config::kGradColumns;
         const bool splits_n = own.splits_n, with_b = not splits_n or own.rows > 0;
         wait_counter(launch, Counters{launch}.rows_dispatched(own.pool_block), kBlockM, kFaultDispatchRows);
         ptx::fence_proxy_async();
-        if constexpr (Config::kKeptZ) {
-            for (uint32_t half = 0; half < Config::kZStages; ++half, producer.advance()) {
-                Barrier& full = producer.acquire(own.rows > 0 ? kAtoms * 2 * kAtomBytes : 0);
-                if (own.rows > 0) producer.load_kept<kAtoms>(&maps.z_tile, full, column + half * Config::kIntermediate, row);
-            }
-        } else {
+        if constexpr (not Config::kKeptZ) {
             for (uint32_t k_block = 0; k_block < kDepth; ++k_block, producer.advance()) {
                 Barrier& full = producer.acquire(kBytesA + (with_b ? kBytesB : 0));
                 producer.load_a(&maps.x_tile, full, k_block * kBlockK, row, splits_n);
@@ -82,9 +81,16 @@ struct BackwardProducer {
         }
         for (uint32_t k_block = 0; k_block < kDepth; ++k_block, producer.advance()) {
             claims.tick(kDepth - k_block);
-            Barrier& full = producer.acquire(kBytesA + (with_b ? kAtoms * kAtomBytes : 0));
+            Barrier& full = producer.acquire(kBytesA + (with_b ? Config::kParts * kAtomBytes : 0));
             producer.load_a(&maps.dy_tile, full, k_block * kBlockK, row, splits_n);
-            if (with_b) producer.load_b_transposed<kAtoms>(&maps.w2_columns, full, column, k_block * kBlockK, own.expert, splits_n);
+            if (with_b) producer.load_b_transposed<Config::kParts>(&maps.w2_columns, full, column, k_block * kBlockK, own.expert, splits_n);
+        }
+        if constexpr (Config::kKeptZ) {
+            for (uint32_t part = 0; part < Config::kParts; ++part, producer.advance()) {
+                Barrier& full = producer.acquire(own.rows > 0 ? 2 * kBlockM * kSwizzleBytes : 0);
+                for (uint32_t half = 0; own.rows > 0 and half < 2; ++half)
+                    producer.load_part(&maps.z_tile, full, half, column + part * kAtom + half * Config::kIntermediate, row);
+            }
         }
     }
 
@@ -141,7 +147,13 @@ __device__ __forceinline__ void produce(const BackwardParams& params, BackwardOr
 
 // --- Store --------------------------------------------------------------------------------------------------------
 
-static_assert(kHeldTilesPerPart == 3, "dgate, dup, w*a");
+static_assert(kTilesPerPart == 3, "dgate, dup, w*a");
+
+// Where the tiles of a kGrad task lie that begins at ring stage `first_stage`: in its last stages, those of z if it was kept.
+template <typename Config>
+__device__ __forceinline__ OutputStages gradient_stages(uint32_t first_stage) {
+    return held_stages<Config::kParts>(first_stage + Config::kHiddenDepth + Config::kZStages);
+}
 
 template <typename Config>
 __device__ __forceinline__ void store_gradients(const LaunchParams& launch, const BackwardMaps& maps) {
@@ -150,8 +162,7 @@ __device__ __forceinline__ void store_gradients(const LaunchParams& launch, cons
     for (; reader.next(); reader.done()) {
         const CtaTask& task = reader.task();
         if (task.phase != kGrad or task.rows == 0) continue;
-        const HeldStages held{(task.first_stage + Config::kZStages + Config::kHiddenDepth) % kStages};
-        store_held(held, uses, [&](uint32_t part, uint32_t output, uint32_t wg, const uint8_t* shared) {
+        store_parts<Config::kParts>(gradient_stages<Config>(task.first_stage), uses, [&](uint32_t part, uint32_t output, uint32_t wg, const uint8_t* shared) {
             const uint32_t column = task.n_block * Config::kGradColumns + part * kAtom;
             if (in_range<Config::kIntermediate, Config::kGradColumns>(column))
                 cute::SM90_TMA_STORE_2D::copy(output < 2 ? &maps.dz_tile : &maps.activation_tile, shared,
@@ -169,50 +180,62 @@ __device__ __forceinline__ void store_gradients(const LaunchParams& launch, cons
 // This thread's two rows of the warp: lane / 4 and lane / 4 + 8.
 constexpr uint32_t kLowerRow = 8;
 
-// This thread's gate and up of a kGrad tile, by pair of columns: pair 2g + l is columns 8g + 2 (lane % 4) + {0, 1} of its
-// upper (l = 0) or lower row.
+// This thread's gate and up of 64 columns (a part) of a kGrad tile, by pair of columns: pair 2g + l is columns
+// 8g + 2 (lane % 4) + {0, 1} of its upper (l = 0) or lower row.
+constexpr uint32_t kPairsPerPart = kGroupsPerTile * 2;
+
 struct RecomputedZ {
     const float (&z)[GateUpLoop::kAccumulators];
+    uint32_t part = 0;
     static constexpr uint32_t kUp = GateUpLoop::kAccumulators / 2;
-    __device__ __forceinline__ uint32_t gate(uint32_t pair) const { return ptx::pack_bf16(z[pair * 2], z[pair * 2 + 1]); }
-    __device__ __forceinline__ uint32_t up(uint32_t pair) const { return ptx::pack_bf16(z[kUp + pair * 2], z[kUp + pair * 2 + 1]); }
-    __device__ __forceinline__ float exact_gate(uint32_t pair, uint32_t odd) const { return z[pair * 2 + odd]; }
-    __device__ __forceinline__ float exact_up(uint32_t pair, uint32_t odd) const { return z[kUp + pair * 2 + odd]; }
+
+    __device__ __forceinline__ void open(OutputStages stages, uint32_t next) {
+        part = next;
+        if (part == 0) stages.begin();
+    }
+    __device__ __forceinline__ float exact_gate(uint32_t pair, uint32_t odd) const { return z[(part * kPairsPerPart + pair) * 2 + odd]; }
+    __device__ __forceinline__ float exact_up(uint32_t pair, uint32_t odd) const { return z[kUp + (part * kPairsPerPart + pair) * 2 + odd]; }
+    __device__ __forceinline__ uint32_t gate(uint32_t pair) const { return ptx::pack_bf16(exact_gate(pair, 0), exact_gate(pair, 1)); }
+    __device__ __forceinline__ uint32_t up(uint32_t pair) const { return ptx::pack_bf16(exact_up(pair, 0), exact_up(pair, 1)); }
 };
 
+// Read from the stages that the producer filled behind da', whose place dgate and dup then take.
 struct KeptZ {
-    static constexpr uint32_t kPairs = 32;
-    uint32_t gates[kPairs], ups[kPairs];
+    Stage& stage;
+    const OutputWriter& output;
+    uint32_t rows;
+    uint32_t gates[kPairsPerPart], ups[kPairsPerPart];
+
+    __device__ __forceinline__ void open(OutputStages stages, uint32_t part) {
+        OperandRing::full(stage.index).wait(stage.phase);
+        stage.advance();
+        read(ptx::shared_address(stages.tile(part, 0, output.warpgroup)), gates);
+        read(ptx::shared_address(stages.tile(part, 1, output.warpgroup)), ups);
+    }
     __device__ __forceinline__ uint32_t gate(uint32_t pair) const { return gates[pair]; }
     __device__ __forceinline__ uint32_t up(uint32_t pair) const { return ups[pair]; }
     __device__ __forceinline__ float exact_gate(uint32_t pair, uint32_t odd) const { return odd ? ptx::bf16_high(gates[pair]) : ptx::bf16_low(gates[pair]); }
     __device__ __forceinline__ float exact_up(uint32_t pair, uint32_t odd) const { return odd ? ptx::bf16_high(ups[pair]) : ptx::bf16_low(ups[pair]); }
 
-    // One of the two from the next stage of the ring, where it lies as two atoms of 128 rows x 64 columns. Rows from `rows` on
-    // were never written by the forward: zero, as if recomputed from zero rows.
-    __device__ __forceinline__ static void read(Stage& stage, uint32_t block_row, uint32_t rows, uint32_t lane, uint32_t (&values)[kPairs]) {
-        OperandRing::full(stage.index).wait(stage.phase);
-        const uint32_t base = ptx::shared_address(OperandRing::b_stage(stage.index));
+private:
+    // Rows from `rows` on were never written by the forward: zero, as if recomputed from zero rows.
+    __device__ __forceinline__ void read(uint32_t tile, uint32_t (&values)[kPairsPerPart]) const {
+        const uint32_t lane = output.lane, first = output.warpgroup * kRowsPerWarpgroup + output.warp_row + lane / 4;
         #pragma unroll
-        for (uint32_t group = 0; group < kPairs / 2; group += 2) {
-            const uint32_t atom = base + group / kGroupsPerTile * kBlockM * kSwizzleBytes;
-            const uint32_t address = chunk_address(atom, block_row + lane % 16, group % kGroupsPerTile + lane / 16);
-            ptx::ldmatrix_x4(address, values[group * 2], values[group * 2 + 1], values[group * 2 + 2], values[group * 2 + 3]);
-        }
-        __syncwarp();
-        OperandRing::release(stage.index, lane);
-        stage.advance();
+        for (uint32_t group = 0; group < kGroupsPerTile; group += 2)
+            ptx::ldmatrix_x4(chunk_address(tile, output.warp_row + lane % 16, group + lane / 16), values[group * 2], values[group * 2 + 1],
+                             values[group * 2 + 2], values[group * 2 + 3]);
         #pragma unroll
-        for (uint32_t pair = 0; pair < kPairs; ++pair)
-            if (block_row + lane / 4 + pair % 2 * kLowerRow >= rows) values[pair] = 0;
+        for (uint32_t pair = 0; pair < kPairsPerPart; ++pair)
+            if (first + pair % 2 * kLowerRow >= rows) values[pair] = 0;
     }
 };
 
-// Waits for da' and takes SwiGLU's backward over the tile in registers, 64 columns at a time, each handed to the store warp when it is ready. The
-// row sums of da' a over the tile's columns are this tile's part of dtopk.
-template <typename Config, typename Z>
-__device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, const CtaTask& task, const OutputWriter& output, HeldStages held, const Z& z,
-                                                  float (&da)[DaLoop::kAccumulators], Tracer<Config::kTrace>& tracer) {
+// Waits for da' and takes SwiGLU's backward over the tile in registers, 64 columns at a time, each handed to the store warp
+// when it is ready. The row sums of da' a over the tile's columns are this tile's part of dtopk.
+template <typename Config, typename Z, uint32_t kCount, typename Finish>
+__device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, const CtaTask& task, const OutputWriter& output, OutputStages stages,
+                                                  Z&& z, float (&da)[kCount], const Finish& finish) {
     // Read while the last block of the product is under way, and not before: the main loops have no registers to spare.
     const uint32_t lane = output.lane, block_row = output.warpgroup * kRowsPerWarpgroup + output.warp_row;
     const uint64_t pool_row = static_cast<uint64_t>(task.pool_block) * kBlockM + block_row;
@@ -223,25 +246,24 @@ __device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, 
         const uint32_t row = lane / 4 + lower * kLowerRow;
         weights[lower] = block_row + row < task.rows ? ptx::load_fresh_float(params.weights + pool_row + row) : 0.0f;
     }
-    DaLoop::finish(da);
-    tracer.mark(2);
+    finish();
     #pragma unroll
-    for (uint32_t tile = 0; tile < Config::kGradColumns / kAtom; ++tile) {
-        constexpr uint32_t kPairs = kGroupsPerTile * 2;
-        uint32_t dgate[kPairs], dup[kPairs], weighted[kPairs];
+    for (uint32_t part = 0; part < Config::kParts; ++part) {
+        z.open(stages, part);
+        uint32_t dgate[kPairsPerPart], dup[kPairsPerPart], weighted[kPairsPerPart];
         #pragma unroll
-        for (uint32_t i = 0; i < kPairs; ++i) {
-            const uint32_t pair = tile * kPairs + i, lower = i % 2;
-            const uint32_t g = z.gate(pair), u = z.up(pair);
+        for (uint32_t pair = 0; pair < kPairsPerPart; ++pair) {
+            const uint32_t lower = pair % 2, g = z.gate(pair), u = z.up(pair);
+            const float* grad = da + (part * kPairsPerPart + pair) * 2;
             const SwigluGrads even = swiglu_backward<Config::kClamped>(ptx::bf16_low(g), ptx::bf16_low(u), z.exact_gate(pair, 0), z.exact_up(pair, 0),
-                                                                       da[pair * 2], weights[lower], limit, dtopk[lower]);
+                                                                       grad[0], weights[lower], limit, dtopk[lower]);
             const SwigluGrads odd = swiglu_backward<Config::kClamped>(ptx::bf16_high(g), ptx::bf16_high(u), z.exact_gate(pair, 1), z.exact_up(pair, 1),
-                                                                      da[pair * 2 + 1], weights[lower], limit, dtopk[lower]);
-            dgate[i] = ptx::pack_bf16(even.dgate, odd.dgate);
-            dup[i] = ptx::pack_bf16(even.dup, odd.dup);
-            weighted[i] = ptx::pack_bf16(even.weighted, odd.weighted);
+                                                                      grad[1], weights[lower], limit, dtopk[lower]);
+            dgate[pair] = ptx::pack_bf16(even.dgate, odd.dgate);
+            dup[pair] = ptx::pack_bf16(even.dup, odd.dup);
+            weighted[pair] = ptx::pack_bf16(even.weighted, odd.weighted);
         }
-        if (tile + 1 == Config::kGradColumns / kAtom) {
+        if (part + 1 == Config::kParts) {
             #pragma unroll
             for (uint32_t lower = 0; lower < 2; ++lower) {
                 dtopk[lower] += __shfl_xor_sync(0xffffffff, dtopk[lower], 1);
@@ -250,15 +272,14 @@ __device__ __forceinline__ void gradient_epilogue(const BackwardParams& params, 
                     params.dtopk_parts[(pool_row + lane / 4 + lower * kLowerRow) * Config::kGradBlocks + task.n_block] = dtopk[lower];
             }
         }
-        if (tile == 0) held.begin();
-        const auto put = [&](uint32_t index, const uint32_t (&values)[kPairs]) {
-            output.write_tile(ptx::shared_address(held.tile(output.warpgroup, tile, index)),
+        const auto put = [&](uint32_t index, const uint32_t (&values)[kPairsPerPart]) {
+            output.write_tile(ptx::shared_address(stages.tile(part, index, output.warpgroup)),
                               [&](uint32_t group, uint32_t lower) { return values[group * 2 + lower]; });
         };
         put(0, dgate);
         put(1, dup);
         put(2, weighted);
-        held.announce(output.warpgroup, tile);
+        stages.announce(part, output.warpgroup);
     }
 }
 
@@ -354,20 +375,24 @@ __device__ __forceinline__ void compute(const BackwardParams& params, uint32_t w
         const uint32_t block_row = warpgroup * kRowsPerWarpgroup + warp_row;
         const uint64_t pool_row = static_cast<uint64_t>(task.pool_block) * kBlockM + block_row;
         if (task.phase == kGrad) {
-            float da[DaLoop::kAccumulators];
+            float da[DaLoop<Config>::kAccumulators];
             if constexpr (Config::kKeptZ) {
-                KeptZ z;
-                KeptZ::read(stage, block_row, task.rows, lane, z.gates);
-                KeptZ::read(stage, block_row, task.rows, lane, z.ups);
-                DaLoop::start<true>(stage, Config::kHiddenDepth, warpgroup, lane, da);
-                gradient_epilogue<Config>(params, task, output, HeldStages{stage.index}, z, da, tracer);
+                const uint32_t last = DaLoop<Config>::start(stage, Config::kHiddenDepth, warpgroup, lane, da);
+                gradient_epilogue<Config>(params, task, output, OutputStages{stage.index}, KeptZ{stage, output, task.rows}, da, [&] {
+                    DaLoop<Config>::finish(da);
+                    OperandRing::release(last, lane);
+                    tracer.mark(2);
+                });
             } else {
-                // One pipeline: da' starts while the last block of z is still under way.
+                // One pipeline: da' starts while the last block of z is still under way. Its last stages are not released.
                 float z[GateUpLoop::kAccumulators];
                 const uint32_t last = GateUpLoop::start(stage, Config::kHiddenDepth, warpgroup, lane, z);
-                DaLoop::start<true>(stage, Config::kHiddenDepth, warpgroup, lane, da, last);
+                DaLoop<Config>::template start<Config::kParts>(stage, Config::kHiddenDepth, warpgroup, lane, da, last);
                 fence_accumulators(z);
-                gradient_epilogue<Config>(params, task, output, HeldStages{stage.index}, RecomputedZ{z}, da, tracer);
+                gradient_epilogue<Config>(params, task, output, held_stages<Config::kParts>(stage.index), RecomputedZ{z}, da, [&] {
+                    DaLoop<Config>::finish(da);
+                    tracer.mark(2);
+                });
             }
         } else if (task.phase == kDx) {
             const uint32_t row = lane % kRowsPerWarp;

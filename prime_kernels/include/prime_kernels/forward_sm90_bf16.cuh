@@ -80,6 +80,7 @@ __device__ __forceinline__ void produce(const LaunchParams& launch, ForwardOrder
 
 template <typename Config>
 __device__ __forceinline__ void store_activations(const LaunchParams& launch, const cute::TmaDescriptor* a_map, const cute::TmaDescriptor* z_map) {
+    constexpr uint32_t kParts = kActivationColumns / kAtom;
     TaskReader reader;
     uint32_t uses = 0;
     for (; reader.next(); reader.done()) {
@@ -92,12 +93,12 @@ __device__ __forceinline__ void store_activations(const LaunchParams& launch, co
                 cute::SM90_TMA_STORE_2D::copy(map, shared, column + offset, task.pool_block * kBlockM + wg * kRowsPerWarpgroup);
         };
         if constexpr (Config::kKeepZ) {
-            const HeldStages held{(task.first_stage + Config::kL1Depth) % kStages};
-            store_held(held, uses, [&](uint32_t part, uint32_t output, uint32_t wg, const uint8_t* shared) {
-                store(output == 0 ? a_map : z_map, shared, part, output == 2 ? Config::kIntermediate : 0, wg);
+            const OutputStages stages = held_stages<kParts>(task.first_stage + Config::kL1Depth);
+            store_parts<kParts>(stages, uses, [&](uint32_t part, uint32_t index, uint32_t wg, const uint8_t* shared) {
+                store(index == 2 ? a_map : z_map, shared, part, index == 1 ? Config::kIntermediate : 0, wg);
             });
         } else {
-            store_tiles<kActivationColumns / kAtom>(uses, [&](uint32_t part, uint32_t wg, const uint8_t* shared) {
+            store_tiles<kParts>(uses, [&](uint32_t part, uint32_t wg, const uint8_t* shared) {
                 store(a_map, shared, part, 0, wg);
             });
         }
@@ -140,7 +141,7 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
             }
         }
         float acc[ForwardLoop::kAccumulators];
-        if (Config::kKeepZ and is_l1) ForwardLoop::run_and_hold(stage, depth, warpgroup, lane, acc);
+        if (Config::kKeepZ and is_l1) ForwardLoop::template run_and_hold<kActivationColumns / kAtom>(stage, depth, warpgroup, lane, acc);
         else ForwardLoop::run(stage, depth, warpgroup, lane, acc);
         tracer.mark(2);
         if (is_l1) {
@@ -156,17 +157,17 @@ __device__ __forceinline__ void compute(const ForwardParams& params, uint32_t wa
                     return swiglu_pair<Config::kClamped>(gate[i], gate[i + 1], up[i], up[i + 1], limit);
                 };
                 if constexpr (Config::kKeepZ) {
-                    const HeldStages held{stage.index};
-                    if (tile == 0) held.begin();
-                    const auto to = [&](uint32_t index) { return ptx::shared_address(held.tile(warpgroup, tile, index)); };
-                    output.write_tile(to(0), activation);
-                    output.write_tile(to(1), [&](uint32_t group, uint32_t lower) {
+                    const OutputStages stages = held_stages<kActivationColumns / kAtom>(stage.index);
+                    if (tile == 0) stages.begin();
+                    const auto to = [&](uint32_t index) { return ptx::shared_address(stages.tile(tile, index, warpgroup)); };
+                    output.write_tile(to(0), [&](uint32_t group, uint32_t lower) {
                         return pack_gate<Config::kClamped>(gate[at(group, lower)], gate[at(group, lower) + 1], limit);
                     });
-                    output.write_tile(to(2), [&](uint32_t group, uint32_t lower) {
+                    output.write_tile(to(1), [&](uint32_t group, uint32_t lower) {
                         return pack_up<Config::kClamped>(up[at(group, lower)], up[at(group, lower) + 1], limit);
                     });
-                    held.announce(warpgroup, tile);
+                    output.write_tile(to(2), activation);
+                    stages.announce(tile, warpgroup);
                 } else {
                     output.put_tile(activation);
                 }

@@ -16,9 +16,9 @@ constexpr uint32_t kChunksPerTileRow = kSwizzleBytes / kChunkBytes;
 // output_full[warpgroup][slot]: written by the warpgroup; output_empty: read by the store.
 __device__ __forceinline__ void init_output_tiles() {
     for (uint32_t wg = 0; wg < kMathWarpgroups; ++wg)
-        for (uint32_t slot = 0; slot < kOutputSlots; ++slot) {
+        for (uint32_t slot = 0; slot < kMaxOutputs; ++slot) {
             shared_map().output_full[wg][slot].init(kWarpgroup);
-            shared_map().output_empty[wg][slot].init(1);
+            if (slot < kOutputSlots) shared_map().output_empty[wg][slot].init(1);
         }
 }
 
@@ -123,51 +123,51 @@ __device__ __forceinline__ void store_tiles(uint32_t& uses, const StoreTile& sto
     uses += kTiles;
 }
 
-// Where a task has three tiles per 64 columns, two slots would make the warpgroups wait for the copy engine. Its last two
-// operand stages take the tiles instead, one stage per warpgroup: held back when the product is over, written, and released
-// by the store warp when the copy engine has read them. Meanwhile the producer fills the other stages.
-constexpr uint32_t kHeldTilesPerPart = 3;
-constexpr uint32_t kHeldParts = 2;  // each announced by its own output_full
-constexpr uint32_t kTilesInA = kBytesA / kOutputTileBytes;
+// Where a task writes three tiles for every 64 columns, two slots would make the warpgroups wait for the copy engine. There
+// operand stages take the tiles, one stage for each 64 columns (a part): the last of a product, held back when it is over, or
+// those in which the kept z came. The store warp releases a stage when the copy engine has read it. Meanwhile the producer
+// fills the others.
+constexpr uint32_t kTilesPerPart = 3;
 constexpr uint32_t kMathBarrier = 3;  // named barrier of all math threads
-static_assert(kHeldParts == kOutputSlots and kMathWarpgroups == 2, "A barrier for each part, a stage for each warpgroup");
-static_assert(kHeldParts * kHeldTilesPerPart * kOutputTileBytes == kBytesA + kBytesB, "A warpgroup's tiles fill a stage");
+static_assert(kTilesPerPart * kBlockM * kSwizzleBytes == kBytesA + kBytesB, "A part fills a stage");
 
-struct HeldStages {
-    uint32_t next;  // the stage behind them
+struct OutputStages {
+    uint32_t first;
 
-    __device__ __forceinline__ uint32_t stage(uint32_t warpgroup) const { return (next + kStages - kMathWarpgroups + warpgroup) % kStages; }
-    __device__ __forceinline__ uint8_t* tile(uint32_t warpgroup, uint32_t part, uint32_t index) const {
-        const uint32_t s = stage(warpgroup), number = part * kHeldTilesPerPart + index;
-        return number < kTilesInA ? shared_map().a[s] + number * kOutputTileBytes : shared_map().b[s] + (number - kTilesInA) * kOutputTileBytes;
+    __device__ __forceinline__ uint32_t stage(uint32_t part) const { return (first + part) % kStages; }
+    // Tiles 0 and 1 lie in the place of B, the last in that of A.
+    __device__ __forceinline__ uint8_t* tile(uint32_t part, uint32_t index, uint32_t warpgroup) const {
+        uint8_t* both = index + 1 < kTilesPerPart ? shared_map().b[stage(part)] + index * kBlockM * kSwizzleBytes : shared_map().a[stage(part)];
+        return both + warpgroup * kOutputTileBytes;
     }
-    // By every math thread, before its first write: both warpgroups have read their operands.
-    __device__ __forceinline__ void begin() const {
-        ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-    }
-    __device__ __forceinline__ void announce(uint32_t warpgroup, uint32_t part) const {
+    // By every math thread, before its first write to stages of a product: both warpgroups have read their operands.
+    __device__ __forceinline__ void begin() const { ptx::named_barrier_sync(kMathBarrier, kMathThreads); }
+    __device__ __forceinline__ void announce(uint32_t part, uint32_t warpgroup) const {
         ptx::fence_proxy_async();  // before the copy engine reads the tiles
         shared_map().output_full[warpgroup][part].arrive();
     }
 };
 
+// The last `kParts` stages of a product that ended before stage `next`.
+template <uint32_t kParts>
+__device__ __forceinline__ OutputStages held_stages(uint32_t next) { return {(next + kStages - kParts) % kStages}; }
+
 // The store warp's elected lane: all tiles of one task, `store(part, index, warpgroup, shared)` issues one. Returns when all
 // of them are written.
-template <typename StoreTile>
-__device__ __forceinline__ void store_held(HeldStages held, uint32_t& uses, const StoreTile& store) {
-    SharedMap& map = shared_map();
+template <uint32_t kParts, typename StoreTile>
+__device__ __forceinline__ void store_parts(OutputStages stages, uint32_t& uses, const StoreTile& store) {
     #pragma unroll 1
-    for (uint32_t i = 0; i < kHeldParts * kMathWarpgroups; ++i) {
-        const uint32_t part = i / kMathWarpgroups, wg = i % kMathWarpgroups;
-        map.output_full[wg][part].wait(uses % 2);
+    for (uint32_t part = 0; part < kParts; ++part) {
         #pragma unroll 1
-        for (uint32_t index = 0; index < kHeldTilesPerPart; ++index) store(part, index, wg, held.tile(wg, part, index));
+        for (uint32_t wg = 0; wg < kMathWarpgroups; ++wg) {
+            shared_map().output_full[wg][part].wait(uses % 2);
+            #pragma unroll 1
+            for (uint32_t index = 0; index < kTilesPerPart; ++index) store(part, index, wg, stages.tile(part, index, wg));
+        }
         cute::tma_store_arrive();
+        cute::tma_store_wait<0>();  // read from shared memory: long before the next part is ready
+        OperandRing::release_for_all(stages.stage(part));
     }
-    cute::tma_store_wait<1>();  // the first warpgroup's tiles have been read from shared memory
-    OperandRing::release_for_all(held.stage(0));
-    cute::tma_store_wait<0>();
-    OperandRing::release_for_all(held.stage(1));
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // all are written, not only read
     ++uses;
 }

@@ -66,6 +66,7 @@ struct Stage {
 // --- Shared memory ------------------------------------------------------------------------------------------------
 
 constexpr uint32_t kOutputSlots = 2;
+constexpr uint32_t kMaxOutputs = 4;  // slots, or parts in operand stages, that a warpgroup announces
 constexpr uint32_t kOutputTileBytes = kRowsPerWarpgroup * kSwizzleBytes;
 constexpr uint32_t kTaskSlots = 3;
 constexpr uint32_t kClaimSlots = 2;
@@ -93,13 +94,13 @@ struct SharedMap {
     uint64_t order[30];            // the producer's walk through the order of work
     Barrier full[kStages], empty[kStages];
     Barrier task_full[kTaskSlots], task_empty[kTaskSlots];
-    Barrier output_full[kMathWarpgroups][kOutputSlots], output_empty[kMathWarpgroups][kOutputSlots];
+    Barrier output_full[kMathWarpgroups][kMaxOutputs], output_empty[kMathWarpgroups][kOutputSlots];
     Barrier claim_full[kClaimSlots], claim_empty[kClaimSlots];
     uint32_t claims[kClaimSlots];
     uint32_t num_groups;           // groups to work on: 0 after a fault
     uint32_t stops[kClusterSize];  // whether each CTA of the cluster can't work
 };
-constexpr uint32_t kSharedBytes = 232360;  // forward/sm90_bf16.py launches with this many
+constexpr uint32_t kSharedBytes = 232392;  // forward/sm90_bf16.py launches with this many
 static_assert(sizeof(SharedMap) == kSharedBytes, "The host must allocate what the map needs");
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -164,8 +165,8 @@ struct MainLoop {
     }
 
     // Issues all blocks and leaves the last under way; returns its stage. `pending`: a stage of an earlier product that is
-    // still under way, to be released behind this one's first block. With `kHold` the last two stages are not released.
-    template <bool kHold = false>
+    // still under way, to be released behind this one's first block. The last `kHold` stages are not released.
+    template <uint32_t kHold = 1>
     __device__ __forceinline__ static uint32_t start(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
                                                      float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
         namespace sm90 = deep_gemm::mma::sm90;
@@ -188,7 +189,7 @@ struct MainLoop {
             issue<false>(a_low + stage.index * (kBytesA / 16), b_low + stage.index * (kBytesB / 16), a_desc, b_desc, acc);
             deep_gemm::ptx::warpgroup_wait<1>();
             // A choice of lanes, not a branch: around a branch the products would be serialised.
-            OperandRing::release(previous, kHold and k_block + 1 == k_blocks ? kWarpSize : lane);
+            OperandRing::release(previous, kHold > 1 and k_block + kHold > k_blocks ? kWarpSize : lane);
             previous = stage.index;
             stage.advance();
         }
@@ -208,10 +209,11 @@ struct MainLoop {
         OperandRing::release(last, lane);
     }
 
-    // Keeps the last two stages, those before `stage` as it is afterwards, from being filled again.
+    // Keeps the last `kHold` stages, those before `stage` as it is afterwards, from being filled again.
+    template <uint32_t kHold>
     __device__ __forceinline__ static void run_and_hold(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
                                                         float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
-        start<true>(stage, k_blocks, warpgroup, lane, acc, pending);
+        start<kHold>(stage, k_blocks, warpgroup, lane, acc, pending);
         finish(acc);
     }
 };
@@ -288,16 +290,12 @@ struct Producer {
         }
     }
 
-    // A kept tile of this CTA alone, in the place of B: `kAtoms` atoms of 128 rows x 64 columns.
-    template <uint32_t kAtoms>
-    __device__ __forceinline__ void load_kept(const cute::TmaDescriptor* map, Barrier& full, uint32_t column, uint32_t row) const {
-        Bf16* b = OperandRing::b_stage(stage.index);
+    // 128 rows x 64 columns for this CTA alone, where a task's output tile `index` will lie (see OutputStages).
+    __device__ __forceinline__ void load_part(const cute::TmaDescriptor* map, Barrier& full, uint32_t index, uint32_t column, uint32_t row) const {
         #pragma unroll
-        for (uint32_t atom = 0; atom < kAtoms; ++atom)
-            #pragma unroll
-            for (uint32_t first = 0; first < kBlockM; first += kAtom)
-                cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full), kCacheHint, b + (atom * kBlockM + first) * kAtom,
-                                             column + atom * kAtom, row + first);
+        for (uint32_t first = 0; first < kBlockM; first += kAtom)
+            cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full), kCacheHint,
+                                         OperandRing::b_stage(stage.index) + (index * kBlockM + first) * kAtom, column, row + first);
     }
 
     // Both CTAs' last reads are over before either leaves: nothing arrives at barriers of an exited CTA.
