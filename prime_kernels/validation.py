@@ -5,7 +5,6 @@ Each message names the value, the limit and what to do about it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from .checks import check_clamp as check_clamp
 from .checks import check_int, check_no_overlap
 from .exchange import MAX_EXPERTS, MAX_RANKS
 from .reference import INTERLEAVE
+from .sizes import SIZE_LIMITS, SizeLimit
 
 if TYPE_CHECKING:
     from .symm import SymmBuffer
@@ -52,22 +52,6 @@ def check_equal_on_all_ranks(group: dist.ProcessGroup | None, arguments: dict[st
             )
     if problems:
         raise ValueError(f"{what}: {'; '.join(problems)}; pass equal arguments on all ranks of the group")
-
-
-@dataclass(frozen=True)
-class SizeMultiples:
-    """H and I of bf16 buffers have to be multiples of these."""
-
-    hidden: int
-    intermediate: int
-
-
-# SM90: a row is copied in pieces of 512 bytes, and a tile of the gate/up GEMM has 128 columns of I. The
-# reference needs neither; its limits let small models run on a CPU and still tell a wrong size.
-SIZE_MULTIPLES = {
-    "sm90": SizeMultiples(hidden=256, intermediate=128),
-    "reference": SizeMultiples(hidden=64, intermediate=128),
-}
 
 
 def check_nvlink_domain(group: dist.ProcessGroup | None, domain: str) -> None:
@@ -149,16 +133,15 @@ def check_topk(name: str, topk: int, num_experts: int) -> None:
 def check_sizes(buffer: SymmBuffer) -> None:
     """H and I, once the buffer's backend is known."""
     if buffer.mma_type == "bf16xbf16":
-        multiples = SIZE_MULTIPLES[buffer.backend]
-        _check_multiple("hidden", buffer.hidden, multiples.hidden)
-        _check_multiple("intermediate_hidden", buffer.intermediate_hidden, multiples.intermediate)
+        limits = SIZE_LIMITS[buffer.backend]
+        _check_size("hidden", buffer.hidden, limits.hidden)
+        _check_size("intermediate_hidden", buffer.intermediate_hidden, limits.intermediate)
 
 
-def _check_multiple(name: str, value: int, multiple: int) -> None:
-    if value % multiple:
-        below, above = value // multiple * multiple, -(-value // multiple) * multiple
+def _check_size(name: str, value: int, limit: SizeLimit) -> None:
+    if not limit.takes(value):
         raise ValueError(
-            f"{name} is {value}, bf16xbf16 needs a multiple of {multiple}; use {below or above} or {above}, "
+            f"{name} is {value}, bf16xbf16 needs {limit}; use {' or '.join(map(str, limit.nearest(value)))}, "
             "or pad the weights with zeros"
         )
 
@@ -309,8 +292,7 @@ def check_shared_weights(l1: Any, l2: Any, buffer: SymmBuffer) -> int | None:
         raise ValueError(f"shared_l2_weights is {_brief(l2)}, needs a tensor of shape [{buffer.hidden}, Is]")
     inter = l2.shape[1]
     if buffer.mma_type == "bf16xbf16":
-        multiple = SIZE_MULTIPLES[buffer.backend].intermediate
-        _check_multiple("the shared expert's intermediate size", inter, multiple)
+        _check_size("the shared expert's intermediate size", inter, SIZE_LIMITS[buffer.backend].intermediate)
     check_tensor("shared_l1_weights", l1, (2 * inter, buffer.hidden), dtype, device)
     check_tensor("shared_l2_weights", l2, (buffer.hidden, inter), dtype, device)
     return inter

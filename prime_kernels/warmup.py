@@ -31,7 +31,7 @@ from .jit import (
 )
 from .jit.keys import source_key
 from .models import MODELS, ModelShape, model_shape
-from .validation import SIZE_MULTIPLES
+from .sizes import SIZE_LIMITS
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -70,11 +70,11 @@ def _grouped_gemms(shape: ModelShape, ep: int) -> Sequence[KernelSource]:
 
 
 def _mega_moe_refuses(shape: ModelShape) -> str | None:
-    multiples = SIZE_MULTIPLES["sm90"]
-    sizes = ((shape.hidden, multiples.hidden, "H"), (shape.intermediate, multiples.intermediate, "I"))
-    for size, multiple, name in sizes:
-        if size % multiple:
-            return f"{name} is {size}, they need a multiple of {multiple}"
+    limits = SIZE_LIMITS["sm90"]
+    sizes = ((shape.hidden, limits.hidden, "H"), (shape.intermediate, limits.intermediate, "I"))
+    for size, limit, name in sizes:
+        if not limit.takes(size):
+            return f"{name} is {size}, they need {limit}"
     return None
 
 

@@ -172,6 +172,7 @@ SHAPES = {
         Shape("small", hidden=256, intermediate=128, num_experts=8, top_k=2, tokens=67),
         Shape("odd", hidden=512, intermediate=128, num_experts=24, top_k=5, tokens=29),
         Shape("wide-topk", hidden=256, intermediate=128, num_experts=16, top_k=16, tokens=19),
+        Shape("edges", hidden=320, intermediate=192, num_experts=24, top_k=5, tokens=61),
         Shape("qwen3-30b-a3b", hidden=2048, intermediate=768, num_experts=128, top_k=8, tokens=2048),
         Shape("qwen3-235b-a22b", hidden=4096, intermediate=1536, num_experts=128, top_k=8, tokens=1024),
     )

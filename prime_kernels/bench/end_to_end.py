@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from .. import runtime
+from ..train.config import LIMITS
 from .end_to_end_case import VARIANTS, EndToEndCase, make_batches
 from .end_to_end_run import EndToEndResult, free_memory, run_variant
 from .record import describe_run
@@ -31,8 +32,8 @@ DEFAULT_LIMIT_SECONDS = 75.0
 
 _HELP = {
     "layers": "decoder layers",
-    "hidden": "width of the residual stream, a multiple of 256",
-    "intermediate": "width of one expert, a multiple of 128",
+    "hidden": f"width of the residual stream, {LIMITS.hidden}",
+    "intermediate": f"width of one expert, {LIMITS.intermediate}",
     "experts": "experts in a layer",
     "topk": "experts per token",
     "batch": "sequences in one step",

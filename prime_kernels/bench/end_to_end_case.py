@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..symm import SymmBuffer
-from ..train.config import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MAX_TOP_K
+from ..train.config import LIMITS, MAX_TOP_K
 from ..train.corpus import VOCABULARY, load_corpus, sample_windows
 
 # As in Qwen3-30B-A3B: heads of 128, queries twice as wide as the residual stream, eight query heads for each
@@ -72,10 +72,12 @@ class EndToEndCase:
                 raise ValueError(f"--{name} is {getattr(self, name)}; needs at least 1")
         if self.sequence < 2:
             raise ValueError(f"--sequence is {self.sequence}; needs at least 2, one byte and the next")
-        for name, unit in (("hidden", HIDDEN_MULTIPLE), ("intermediate", INTERMEDIATE_MULTIPLE)):
+        for name, limit in (("hidden", LIMITS.hidden), ("intermediate", LIMITS.intermediate)):
             value = getattr(self, name)
-            if value < 1 or value % unit:
-                raise ValueError(f"--{name} is {value}; the kernels need a multiple of {unit}")
+            if not limit.takes(value):
+                raise ValueError(
+                    f"--{name} is {value}; the kernels need {limit}, the next is {limit.nearest(value)[-1]}"
+                )
         if self.topk > min(self.experts, MAX_TOP_K):
             raise ValueError(
                 f"--topk is {self.topk}; needs at most {MAX_TOP_K} and at most --experts {self.experts}"

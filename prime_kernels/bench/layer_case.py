@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..gemm_heuristics import GROUP_ALIGNMENT
 from ..models import model_shape
+from ..sizes import SIZE_LIMITS
 from .gemm import LayerLoad
 
 ROUTINGS = ("random", "even")
@@ -16,7 +17,6 @@ FORWARD_FLOPS, BACKWARD_FLOPS, RECOMPUTE_FLOPS = 6, 12, 4  # times rows * H * I
 FLOP_CONVENTION = (
     "forward 6 n K H I, backward 12 n K H I (the recomputation of z, 4 n K H I more, is not counted)"
 )
-HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE = 256, 128
 BF16_BYTES, FP32_BYTES = 2, 4
 
 
@@ -81,10 +81,11 @@ def layer_size(model: str, tokens: int, experts: int) -> LayerSize:
             f"{shape.num_experts} experts, so balanced routing to one rank needs {shape.top_k} to "
             f"{shape.num_experts}"
         )
-    if shape.hidden % HIDDEN_MULTIPLE or shape.intermediate % INTERMEDIATE_MULTIPLE:
+    limits = SIZE_LIMITS["sm90"]
+    if not (limits.hidden.takes(shape.hidden) and limits.intermediate.takes(shape.intermediate)):
         raise ValueError(
-            f"{shape.name} has H {shape.hidden} and I {shape.intermediate}; the kernels need H a multiple of "
-            f"{HIDDEN_MULTIPLE} and I a multiple of {INTERMEDIATE_MULTIPLE}"
+            f"{shape.name} has H {shape.hidden} and I {shape.intermediate}; the kernels need "
+            f"H {limits.hidden}, I {limits.intermediate}"
         )
     return LayerSize(shape.name, shape.hidden, shape.intermediate, experts, shape.top_k, tokens)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-# The BF16 kernels' granularity (contract: hidden in units of 256, intermediate in units of 128), so that the
-# same run works on every backend.
-HIDDEN_MULTIPLE = 256
-INTERMEDIATE_MULTIPLE = 128
+from ..sizes import SIZE_LIMITS, SizeLimit
+
+# The narrower ones, so that the same run works on every backend.
+LIMITS = SIZE_LIMITS["sm90"]
 MAX_TOP_K = 8
 # The generators' own seeds are multiples of this one, in 64 bits.
 MAX_SEED = 2**32 - 1
@@ -78,8 +78,8 @@ class TrainConfig:
         for name in ("learning_rate", "clip_norm", "temperature"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be a positive number")
-        _check_multiple("hidden", self.hidden, HIDDEN_MULTIPLE)
-        _check_multiple("intermediate", self.intermediate, INTERMEDIATE_MULTIPLE)
+        _check_size("hidden", self.hidden, LIMITS.hidden)
+        _check_size("intermediate", self.intermediate, LIMITS.intermediate)
         if self.hidden % (2 * self.heads):
             raise ValueError(
                 f"--heads {self.heads} does not split --hidden {self.hidden} into heads of even size "
@@ -116,11 +116,10 @@ def _flag(name: str) -> str:
     return "--" + {"learning_rate": "lr", "warmup_steps": "warmup"}.get(name, name).replace("_", "-")
 
 
-def _check_multiple(name: str, value: int, unit: int) -> None:
-    if value % unit:
-        raise ValueError(
-            f"{_flag(name)} {value} is not a multiple of {unit}; the next that is: {-(-value // unit) * unit}"
-        )
+def _check_size(name: str, value: int, limit: SizeLimit) -> None:
+    if not limit.takes(value):
+        fix = limit.nearest(value)[-1]
+        raise ValueError(f"{_flag(name)} {value} is not {limit}; the next that is: {fix}")
 
 
 _HELP = {
@@ -130,8 +129,8 @@ _HELP = {
     "tokens": "tokens (bytes) in one step, over all ranks",
     "seq_len": "tokens in one sequence",
     "layers": "decoder layers",
-    "hidden": f"width of the residual stream, a multiple of {HIDDEN_MULTIPLE}",
-    "intermediate": f"width of one expert, a multiple of {INTERMEDIATE_MULTIPLE}",
+    "hidden": f"width of the residual stream, {LIMITS.hidden}",
+    "intermediate": f"width of one expert, {LIMITS.intermediate}",
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "experts": "experts in a layer, over all ranks",

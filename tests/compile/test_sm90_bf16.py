@@ -1,4 +1,4 @@
-"""The SM90 BF16 kernels compile to what was meant, for every shape of three public models."""
+"""The SM90 BF16 kernels compile to what was meant: shapes of public models, and two that no tile divides."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ REGISTERS = 168
 PLAN_SHARED_BYTES = 48 * 1024
 
 MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+# (H, I, clamped, z kept). Here the ends of rows and tiles are found at run time.
+EDGES = {"320x192": (320, 192, False, False), "gpt-oss clamped z kept": (2880, 2880, True, True)}
 
 
 def _sources() -> dict[str, KernelSource]:
@@ -37,6 +39,9 @@ def _sources() -> dict[str, KernelSource]:
         for direction, module in (("forward", forward_kernel), ("backward", backward_kernel)):
             name = f"{direction} {MODELS[0]}{' clamped' if clamped else ''} z kept"
             found[name] = module.source(shape.hidden, shape.intermediate, clamped, True)
+    for shape_name, arguments in EDGES.items():
+        for direction, module in (("forward", forward_kernel), ("backward", backward_kernel)):
+            found[f"{direction} {shape_name}"] = module.source(*arguments)
     return found
 
 
@@ -85,7 +90,8 @@ def test_registers_and_instructions(name: str, tmp_path: Path) -> None:
     # ptxas says so when it ignores setmaxnreg; the math warpgroups then run short of registers.
     assert cubin.warnings == ()
     assert resources.static_smem == 0
-    if name.startswith("forward"):
+    # At edges a few values lie in memory between the main loops; those are looked at below.
+    if name.startswith("forward") and name.removeprefix("forward ") not in EDGES:
         assert resources.spill_store_bytes == resources.spill_load_bytes == 0
         assert resources.stack_bytes == resources.local_bytes == 0
     found = instructions(cubin, tmp_path)

@@ -77,8 +77,8 @@ def made_up_result() -> EndToEndResult:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--hidden 300", "--hidden is 300; the kernels need a multiple of 256"),
-        ("--intermediate 64", "--intermediate is 64; the kernels need a multiple of 128"),
+        ("--hidden 300", "is 300; the kernels need a multiple of 64 and at least 128, the next is 320"),
+        ("--intermediate 0", "--intermediate is 0; the kernels need a multiple of 64, the next is 64"),
         ("--topk 9", "--topk is 9; needs at most 8 and at most --experts 128"),
         ("--experts 4", "--topk is 8; needs at most 8 and at most --experts 4"),
         ("--steps 5 --warmup 5", "--warmup is 5; needs 0 to 4"),

@@ -29,6 +29,7 @@ from prime_kernels.bench.layer_report import (
 from prime_kernels.bench.layer_run import LayerResult, compare
 from prime_kernels.bench.rounds import Contender, Spread, host_times, interleave
 from prime_kernels.bench.torch_moe import torch_moe
+from prime_kernels.models import MODELS
 from prime_kernels.reference import moe_backward, moe_forward
 
 REPO = Path(__file__).resolve().parents[2]
@@ -103,7 +104,6 @@ def test_gemms_get_whole_blocks() -> None:
         ("--backward z", "invalid choice: 'z'"),
         ("--experts-per-rank 7", "--experts-per-rank is 7; qwen3-30b-a3b routes a token to 8 of 128 experts"),
         ("--experts-per-rank 129", "needs 8 to 128"),
-        ("--model gpt-oss-20b", "H 2880 and I 2880; the kernels need H a multiple of 256"),
         ("--precision fp8", "invalid choice: 'fp8'"),
         ("--trace", "--trace needs --out"),
         ("--peers sonic", "invalid choice: 'sonic'"),
@@ -114,6 +114,17 @@ def test_arguments_that_cannot_be(words: str, message: str, capsys: pytest.Captu
         cli.main(["bench", "layer", *words.split()])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("hidden", "inter"), [(64, 768), (2900, 768), (2880, 96)])
+def test_a_model_whose_sizes_the_kernels_do_not_take(
+    hidden: int, inter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "other", replace(MODELS["qwen3-30b-a3b"], hidden=hidden, intermediate=inter))
+    needs = "the kernels need H a multiple of 64 and at least 128, I a multiple of 64"
+    with pytest.raises(ValueError, match=f"H {hidden} and I {inter}; {needs}"):
+        layer_size("other", 64, 16)
+    assert layer_size("gpt-oss-20b", 64, 16).hidden == 2880
 
 
 def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,6 +405,10 @@ def test_default_matrix_has_every_axis() -> None:
     assert len({one.name for one in matrix}) == len(matrix)
     on_gpu = parity.default_matrix((1,), "cuda", ["bf16"])
     assert {one.shape.name for one in on_gpu} == set(SHAPES)
+    edges = [one for one in on_gpu if one.shape.name == "edges"]
+    assert {one.variant.name for one in edges} == set(VARIANTS)
+    assert edges[0].shape.hidden % 128
+    assert edges[0].shape.intermediate % 128
 
 
 def test_limits_are_those_of_the_project() -> None:

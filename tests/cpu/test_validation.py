@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from prime_kernels import SymmBuffer, bf16_mega_moe, bf16_mega_moe_backward, transform_weights_for_mega_moe
-from prime_kernels.validation import MAX_TOPK, SIZE_MULTIPLES, check_sizes
+from prime_kernels.sizes import SIZE_LIMITS
+from prime_kernels.validation import MAX_TOPK, check_sizes
 
 EXPERTS, TOPK, HIDDEN, INTER, TOKENS = 4, 2, 64, 128, 8
 BF16 = torch.bfloat16
@@ -79,10 +80,10 @@ def test_unchanged_arguments_are_accepted(buffer: SymmBuffer) -> None:
             {"hidden": 100},
             "hidden is 100, bf16xbf16 needs a multiple of 64; use 64 or 128, or pad the weights with zeros",
         ),
-        ({"hidden": 1}, "hidden is 1, .* use 64 or 64, or pad"),
+        ({"hidden": 1}, "hidden is 1, .* use 64, or pad"),
         (
-            {"intermediate_hidden": 192},
-            "intermediate_hidden is 192, bf16xbf16 needs a multiple of 128; use 128 or 256, or pad",
+            {"intermediate_hidden": 96},
+            "intermediate_hidden is 96, bf16xbf16 needs a multiple of 64; use 64 or 128, or pad",
         ),
         ({"num_topk": 5}, r"num_topk is 5, at most 4 is possible \(num_experts is 4"),
         (
@@ -103,20 +104,26 @@ def test_buffer_arguments(changes: dict[str, Any], message: str) -> None:
 
 
 def test_sizes_the_sm90_kernels_take() -> None:
-    assert SIZE_MULTIPLES["sm90"].hidden == 256
     buffer = make_buffer()
     buffer.backend = "sm90"
-    with pytest.raises(
-        ValueError, match="hidden is 64, bf16xbf16 needs a multiple of 256; use 256 or 256, or pad"
-    ):
+    needs = "bf16xbf16 needs a multiple of 64 and at least 128"
+    for hidden, fix in ((1, "128"), (64, "128"), (96, "128"), (300, "256 or 320")):
+        buffer.hidden = hidden
+        with pytest.raises(ValueError, match=f"hidden is {hidden}, {needs}; use {fix}, or pad"):
+            check_sizes(buffer)
+    for hidden, inter in ((128, 64), (320, 192), (2880, 2880), (2048, 704)):
+        buffer.hidden, buffer.intermediate_hidden = hidden, inter
         check_sizes(buffer)
-    buffer.hidden = 2048
-    check_sizes(buffer)
-    buffer.intermediate_hidden = 704
-    with pytest.raises(
-        ValueError, match=r"intermediate_hidden is 704, .* multiple of 128; use 640 or 768, or pad"
-    ):
+    buffer.intermediate_hidden = 720
+    with pytest.raises(ValueError, match=r"intermediate_hidden is 720, .* multiple of 64; use 704 or 768,"):
         check_sizes(buffer)
+
+
+def test_the_reference_takes_every_size_that_the_kernels_take() -> None:
+    reference, kernels = SIZE_LIMITS["reference"], SIZE_LIMITS["sm90"]
+    for size in range(1, 1025):
+        assert reference.hidden.takes(size) or not kernels.hidden.takes(size)
+        assert reference.intermediate.takes(size) == kernels.intermediate.takes(size)
 
 
 def test_reference_only_types_take_any_size() -> None:
@@ -176,8 +183,8 @@ L2 = torch.zeros(EXPERTS, HIDDEN, INTER, dtype=BF16)
             r"shared_l1_weights has shape \[128, 64\], needs \[256, 64\]",
         ),
         (
-            {"shared_l1_weights": L1[0, :128], "shared_l2_weights": L2[0, :, :64].contiguous()},
-            "the shared expert's intermediate size is 64, bf16xbf16 needs a multiple of 128",
+            {"shared_l1_weights": L1[0, :64], "shared_l2_weights": L2[0, :, :32].contiguous()},
+            "the shared expert's intermediate size is 32, bf16xbf16 needs a multiple of 64; use 64, or pad",
         ),
         (
             {"cumulative_local_expert_recv_stats": torch.zeros(EXPERTS, dtype=torch.int64)},

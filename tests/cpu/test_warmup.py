@@ -60,12 +60,19 @@ def test_mega_moe_kernels_with_the_limit_of_the_model():
 
 def test_a_model_the_mega_moe_kernels_do_not_take_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warmup, "_compile_one", lambda source, cache_dir, aot_dir: (True, source.name))
-    assert run("gpt-oss-20b:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_OK
-    printed = capsys.readouterr().out
-    assert "without the BF16 Mega MoE forward and backward: H is 2880, they need a multiple of 256" in printed
-    assert "forward_sm90_bf16" not in printed
-    assert run("qwen3-30b-a3b:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_OK
-    assert {"forward_sm90_bf16", "backward_sm90_bf16"} <= set(capsys.readouterr().out.split())
+    without = "without the BF16 Mega MoE forward and backward: "
+    for sizes, reason in (
+        ({"hidden": 64}, "H is 64, they need a multiple of 64 and at least 128"),
+        ({"intermediate": 736}, "I is 736, they need a multiple of 64"),
+    ):
+        monkeypatch.setitem(MODELS, "other", dataclasses.replace(MODELS["qwen3-30b-a3b"], **sizes))
+        assert run("other:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_OK
+        printed = capsys.readouterr().out
+        assert without + reason in printed
+        assert "forward_sm90_bf16" not in printed
+    for model in ("qwen3-30b-a3b", "gpt-oss-20b"):
+        assert run(f"{model}:8:bf16:sm_90a", "--cache-dir", tmp_path) == warmup.EXIT_OK
+        assert {"forward_sm90_bf16", "backward_sm90_bf16"} <= set(capsys.readouterr().out.split())
 
 
 def test_report_tells_the_kernels_apart():

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.gpu
 SECONDS = 60.0  # of every wait: for a peer of the group, and of a kernel
 ALONE = Layout((1, 1))
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-(HIDDEN, INTER), _ = SHAPES
+HIDDEN, INTER = SHAPES[0]
 SIZES = Sizes(vocab=64, hidden=HIDDEN, inter=INTER, topk=4, heads=4, idle_experts=1, tokens=160)
 ROUTED_ONLY = Sizes(**{**vars(SIZES), "shared_experts": 0})
 MICRO_BATCHES = ((4, 33), (0, 7), (1, 1), (5, 32))

@@ -152,6 +152,8 @@ def test_status_says_available() -> None:
         (320, 5, 4, (768, 384), "random", None, BF16),  # the same expert twice in a token
         (128, 16, 2, (512, 256), "one", None, BF16),  # 15 idle experts
         (129, 33, 12, (512, 256), "skewed", None, FP32),
+        (300, 6, 3, (320, 192), "masked", 0.7, FP32),
+        (257, 5, 4, (320, 192), "random", None, BF16),
         (1, 8, 2, (512, 256), "even", None, FP32),
         (0, 8, 2, (512, 256), "even", None, FP32),
     ],
@@ -206,8 +208,9 @@ def strided(weight: Tensor) -> Tensor:
     return view
 
 
-def test_strided_weights_and_gradients_are_used_where_they_are() -> None:
-    case = make_case(200, 8, 4, 512, 256)
+@pytest.mark.parametrize("shape", [(512, 256), (320, 192)])
+def test_strided_weights_and_gradients_are_used_where_they_are(shape: tuple[int, int]) -> None:
+    case = make_case(200, 8, 4, *shape)
     buffer = make_buffer(case)
     weights = {"gate_up": strided(case.gate_up), "down": strided(case.down)}
     y = forward(buffer, case, **weights)
@@ -221,8 +224,9 @@ def test_strided_weights_and_gradients_are_used_where_they_are() -> None:
     for value, name in ((dx, "dx"), (dtopk, "dtopk"), (dw1.contiguous(), "dw1"), (dw2.contiguous(), "dw2")):
         assert same_bits(value, plain[name]), name
     assert dw1._base.isnan().sum() + dw2._base.isnan().sum() == around  # nothing beside the views is written
-    with pytest.raises(ValueError, match=r"l1_weights has stride 516 in dim 1.*multiples of 8"):
-        forward(buffer, case, gate_up=poisoned((8, 512, 516), BF16)[..., :512])
+    hidden, inter = shape
+    with pytest.raises(ValueError, match=rf"l1_weights has stride {hidden + 4} in dim 1.*multiples of 8"):
+        forward(buffer, case, gate_up=poisoned((8, 2 * inter, hidden + 4), BF16)[..., :hidden])
 
 
 def test_strided_activations() -> None:
@@ -414,10 +418,10 @@ def test_refusals_before_any_launch() -> None:
         forward(buffer, case, gate_up=case.gate_up.cpu())
     with pytest.raises(ValueError, match=r"y is torch\.float32"):
         forward(buffer, case, poisoned((64, 512), FP32))
-    with pytest.raises(ValueError, match=r"hidden is 320.*multiple of 256"):
-        SymmBuffer(None, 4, 64, 2, 320, 256, mma_type="bf16xbf16")
-    with pytest.raises(ValueError, match=r"intermediate_hidden is 192.*multiple of 128"):
-        SymmBuffer(None, 4, 64, 2, 512, 192, mma_type="bf16xbf16")
+    with pytest.raises(ValueError, match=r"hidden is 96.*multiple of 64 and at least 128; use 128, or pad"):
+        SymmBuffer(None, 4, 64, 2, 96, 256, mma_type="bf16xbf16")
+    with pytest.raises(ValueError, match=r"intermediate_hidden is 96.*multiple of 64; use 64 or 128, or pad"):
+        SymmBuffer(None, 4, 64, 2, 512, 96, mma_type="bf16xbf16")
     with pytest.raises(ValueError, match="num_experts is 385, the SM90 kernels take at most 384"):
         SymmBuffer(None, 385, 64, 2, 512, 256, mma_type="bf16xbf16")
     with pytest.raises(RuntimeError, match="'f32xf32' has no GPU kernel"):

@@ -43,6 +43,14 @@ def test_parity(
     judge(world.step(case, counts, keep_z=keep_z), case)
 
 
+@pytest.mark.parametrize("keep_z", [False, True])
+@pytest.mark.parametrize("counts", [[300, 0, 1, 129], [256, 45]])
+def test_edges_of_matrices(counts: list[int], keep_z: bool) -> None:
+    """No tile divides H or I: nothing is read or written beyond them, by TMA, dispatch or combine."""
+    case = make_case(sum(counts), 8, 4, 320, 192, "masked", clamp=1.0)
+    judge(world_of(counts, 8, 4, 320, 192).step(case, counts, keep_z=keep_z, dw_dtype=BF16), case)
+
+
 @pytest.mark.parametrize("rounds", [2, 4])
 def test_rounds(rounds: int) -> None:
     counts = [300, 0, 1, 129]
