@@ -85,6 +85,13 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
 }
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """torch's own has no backward on a GPU for a batch without sequences."""
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+
+
 class Block(nn.Module):
     """Causal attention, then router and experts, each behind a norm and a residual."""
 
@@ -113,7 +120,7 @@ class Block(nn.Module):
         heads = self.sizes.heads  # and no -1 in the view, which is ambiguous in an empty batch
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, heads, hidden // heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = causal_attention(query, key, value)
         x = x + self.output(mixed.transpose(1, 2).reshape(x.shape))
         tokens = self.moe_norm(x)
         logits = self.router(tokens)
