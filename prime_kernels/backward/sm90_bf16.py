@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..sm90 import Sm90Rank
 
 NUM_MAPS = 10
-KEPT_TILE_RATIO = 2  # tiles of the first phase are this much wider with kept z, so a wave of experts has fewer
+KEPT_TILE_RATIO = 2  # with kept z, tiles of the first phase are this much wider: a wave of experts has fewer
 
 
 class WeightGradient(ctypes.Structure):

@@ -203,7 +203,7 @@ def _draw_bars(
         bar.set(**_style(name))
     axes.bar_label(bars, texts, padding=3, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(values.values(), default=1.0) * 1.45)
+    axes.set_xlim(0, max(values.values(), default=1.0) * 1.6)
     axes.tick_params(labelsize=8)
 
 
