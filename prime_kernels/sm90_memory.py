@@ -209,7 +209,12 @@ def _rendezvous(
     size: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], object]:
     import torch.distributed._symmetric_memory as symmetric_memory
-    from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory
+    from torch._C._distributed_c10d import (
+        PrefixStore,
+        _register_process_group,
+        _SymmetricMemory,
+        _unregister_process_group,
+    )
     from torch.distributed import distributed_c10d
 
     # Under a name of its own: torch keeps the first store it saw under a group's name, and a process group
@@ -218,10 +223,15 @@ def _rendezvous(
     dist.all_gather_object(names, uuid.uuid4().hex, group=group)
     name = f"{__name__}.{names[0]}"
     store = PrefixStore(name, distributed_c10d._get_process_group_store(group))
+    # Some releases of torch look the name up among these, others among process groups.
     _SymmetricMemory.set_group_info(name, dist.get_rank(group), dist.get_world_size(group), store)
-    with torch.cuda.device(device), _without_multicast():
-        storage = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        handle = _SymmetricMemory.rendezvous(storage, name)
+    _register_process_group(name, group)  # type: ignore[arg-type]
+    try:
+        with torch.cuda.device(device), _without_multicast():
+            storage = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            handle = _SymmetricMemory.rendezvous(storage, name)
+    finally:
+        _unregister_process_group(name)  # type: ignore[arg-type]
     storage.zero_()
     synchronize(device)
     # The addresses are those of whole allocations, in which torch's pool may place the parts differently.
