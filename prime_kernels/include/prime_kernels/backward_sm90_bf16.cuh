@@ -38,7 +38,7 @@ struct BackwardConfig {
     static constexpr BackwardBlocks kBlocks = {kGradBlocks, kDxBlocks, (kHidden + kClusterRows - 1) / kClusterRows,
                                                (kIntermediate + kBlockN - 1) / kBlockN,
                                                (2 * kIntermediate + kClusterRows - 1) / kClusterRows, kDxBlocks};
-    static_assert(takes_shape(kHidden, kIntermediate), "H and I must be multiples of 64, H 128 at least");
+    static_assert(takes_shape(kHidden, kIntermediate), "H and I must be multiples of 64, H 256 at least");
 };
 
 // Tiles that TMA moves. "tile": 64 x 64 of a pool; "rows": 128 x 64 of weights, K-major; "columns": 64 x 64, for MN-major B.
@@ -211,6 +211,7 @@ struct KeptZ {
         stage.advance();
         read(ptx::shared_address(stages.tile(part, 0, output.warpgroup)), gates);
         read(ptx::shared_address(stages.tile(part, 1, output.warpgroup)), ups);
+        __syncwarp();  // all have read before any writes there
     }
     __device__ __forceinline__ uint32_t gate(uint32_t pair) const { return gates[pair]; }
     __device__ __forceinline__ uint32_t up(uint32_t pair) const { return ups[pair]; }

@@ -30,7 +30,7 @@ struct ForwardConfig {
     static constexpr uint32_t kMathRegisters = 216;
     static constexpr uint32_t kAuxRegisters = 72;
     static constexpr uint32_t kInFlight = 8;  // 16-byte pieces a dispatching lane has under way
-    static_assert(takes_shape(kHidden, kIntermediate), "H and I must be multiples of 64, H 128 at least");
+    static_assert(takes_shape(kHidden, kIntermediate), "H and I must be multiples of 64, H 256 at least");
 };
 
 using ForwardLoop = MainLoop<Major::K, Major::K, kBlockN>;

@@ -135,7 +135,7 @@ struct BackwardParams {
     uint8_t* pool_x;          // bf16 [C, H]
     uint8_t* pool_dy;         // bf16 [C, H]
     float* weights;           // fp32 [C]
-    float* dtopk_parts;       // fp32 [C, I / 128]
+    float* dtopk_parts;       // fp32 [C, ceil(I / columns of a kGrad tile)]
     uint8_t* dx;              // bf16 [n, H]
     float* dtopk;             // fp32 [n, K] or null
     WeightGradient dw[2];     // dW2 [El, H, I], dW13 [El, 2I, H]

@@ -40,8 +40,10 @@ constexpr uint32_t kAtomBytes = kAtom * kBlockK * sizeof(Bf16);  // one 64 x 64 
 
 // What both kernels take. Tiles at the edge of a matrix hold less: the copy engine reads zeros beyond it, and what would be
 // written there is left out, 64 columns (or rows) at a time.
+// H is at least a whole ring deep: only then does a product need a stage that the store warp gives back when it has seen the
+// last tile of the task before (see OutputStages), so that no warpgroup announces a part twice before it is seen.
 constexpr bool takes_shape(uint32_t hidden, uint32_t intermediate) {
-    return hidden % kAtom == 0 and hidden >= 2 * kBlockK and intermediate % kAtom == 0 and intermediate > 0;
+    return hidden % kAtom == 0 and hidden >= kStages * kBlockK and intermediate % kAtom == 0 and intermediate > 0;
 }
 
 // Whether a 64-column piece from `column` on exists in a matrix of kColumns that is worked on in tiles of kTile.
