@@ -34,7 +34,7 @@ from prime_kernels import MegaMoE
 from prime_kernels.integrations.expert_sharding import clip_grad_norm_, fully_shard_experts
 
 LETTERS, SEQUENCE = 26, 12
-# Sizes the kernels take: both a multiple of 64, hidden 128 at least.
+# Sizes the kernels take: both a multiple of 64, hidden 256 at least.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, HEADS, LAYERS = 256, 128, 8, 2, 4, 2
 BATCH, MICRO_BATCHES = 4, 2
 LEARNING_RATE, MAX_NORM = 5e-4, 1.0

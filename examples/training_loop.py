@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from prime_kernels import MegaMoE
 
 LETTERS, TOKENS = 26, 96
-# Sizes the kernels take: both a multiple of 64, hidden 128 at least.
+# Sizes the kernels take: both a multiple of 64, hidden 256 at least.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 128, 8, 2
 STEPS = 40  # after which the loss has to be a tenth
 

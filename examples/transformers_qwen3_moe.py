@@ -22,7 +22,7 @@ STEPS = 60  # after which the loss has to be a fifth
 
 
 def make_config() -> Qwen3MoeConfig:
-    """Sizes the kernels take: both a multiple of 64, hidden 128 at least."""
+    """Sizes the kernels take: both a multiple of 64, hidden 256 at least."""
     return Qwen3MoeConfig(
         vocab_size=len(LETTERS), hidden_size=256, moe_intermediate_size=128, num_experts=8,
         num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=2,

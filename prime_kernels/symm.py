@@ -101,7 +101,7 @@ class SymmBuffer:
         num_experts: E, experts over all ranks; a multiple of the group's size.
         num_max_tokens_per_rank: T, the most tokens a rank may bring to one call.
         num_topk: K, slots of a token; at most E and at most 32.
-        hidden: H. bf16: a multiple of 64, with the SM90 backend of at least 128.
+        hidden: H. bf16: a multiple of 64, with the SM90 backend of at least 256.
         intermediate_hidden: I. bf16: a multiple of 64.
         num_shared_experts: shared experts the model adds to the routed ones.
         mma_type: "bf16xbf16", or "f32xf32" / "f64xf64", which only the reference backend runs. Types this

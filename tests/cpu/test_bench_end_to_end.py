@@ -77,7 +77,7 @@ def made_up_result() -> EndToEndResult:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--hidden 300", "is 300; the kernels need a multiple of 64 and at least 128, the next is 320"),
+        ("--hidden 300", "is 300; the kernels need a multiple of 64 and at least 256, the next is 320"),
         ("--intermediate 0", "--intermediate is 0; the kernels need a multiple of 64, the next is 64"),
         ("--topk 9", "--topk is 9; needs at most 8 and at most --experts 128"),
         ("--experts 4", "--topk is 8; needs at most 8 and at most --experts 4"),

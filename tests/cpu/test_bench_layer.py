@@ -116,12 +116,12 @@ def test_arguments_that_cannot_be(words: str, message: str, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("hidden", "inter"), [(64, 768), (2900, 768), (2880, 96)])
+@pytest.mark.parametrize(("hidden", "inter"), [(192, 768), (2900, 768), (2880, 96)])
 def test_a_model_whose_sizes_the_kernels_do_not_take(
     hidden: int, inter: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MODELS, "other", replace(MODELS["qwen3-30b-a3b"], hidden=hidden, intermediate=inter))
-    needs = "the kernels need H a multiple of 64 and at least 128, I a multiple of 64"
+    needs = "the kernels need H a multiple of 64 and at least 256, I a multiple of 64"
     with pytest.raises(ValueError, match=f"H {hidden} and I {inter}; {needs}"):
         layer_size("other", 64, 16)
     assert layer_size("gpt-oss-20b", 64, 16).hidden == 2880

@@ -106,12 +106,12 @@ def test_buffer_arguments(changes: dict[str, Any], message: str) -> None:
 def test_sizes_the_sm90_kernels_take() -> None:
     buffer = make_buffer()
     buffer.backend = "sm90"
-    needs = "bf16xbf16 needs a multiple of 64 and at least 128"
-    for hidden, fix in ((1, "128"), (64, "128"), (96, "128"), (300, "256 or 320")):
+    needs = "bf16xbf16 needs a multiple of 64 and at least 256"
+    for hidden, fix in ((1, "256"), (192, "256"), (255, "256"), (300, "256 or 320")):
         buffer.hidden = hidden
         with pytest.raises(ValueError, match=f"hidden is {hidden}, {needs}; use {fix}, or pad"):
             check_sizes(buffer)
-    for hidden, inter in ((128, 64), (320, 192), (2880, 2880), (2048, 704)):
+    for hidden, inter in ((256, 64), (320, 192), (2880, 2880), (2048, 704)):
         buffer.hidden, buffer.intermediate_hidden = hidden, inter
         check_sizes(buffer)
     buffer.intermediate_hidden = 720

@@ -62,7 +62,7 @@ def test_a_model_the_mega_moe_kernels_do_not_take_is_named(tmp_path, monkeypatch
     monkeypatch.setattr(warmup, "_compile_one", lambda source, cache_dir, aot_dir: (True, source.name))
     without = "without the BF16 Mega MoE forward and backward: "
     for sizes, reason in (
-        ({"hidden": 64}, "H is 64, they need a multiple of 64 and at least 128"),
+        ({"hidden": 192}, "H is 192, they need a multiple of 64 and at least 256"),
         ({"intermediate": 736}, "I is 736, they need a multiple of 64"),
     ):
         monkeypatch.setitem(MODELS, "other", dataclasses.replace(MODELS["qwen3-30b-a3b"], **sizes))

@@ -418,8 +418,8 @@ def test_refusals_before_any_launch() -> None:
         forward(buffer, case, gate_up=case.gate_up.cpu())
     with pytest.raises(ValueError, match=r"y is torch\.float32"):
         forward(buffer, case, poisoned((64, 512), FP32))
-    with pytest.raises(ValueError, match=r"hidden is 96.*multiple of 64 and at least 128; use 128, or pad"):
-        SymmBuffer(None, 4, 64, 2, 96, 256, mma_type="bf16xbf16")
+    with pytest.raises(ValueError, match=r"hidden is 192.*multiple of 64 and at least 256; use 256, or pad"):
+        SymmBuffer(None, 4, 64, 2, 192, 256, mma_type="bf16xbf16")
     with pytest.raises(ValueError, match=r"intermediate_hidden is 96.*multiple of 64; use 64 or 128, or pad"):
         SymmBuffer(None, 4, 64, 2, 512, 96, mma_type="bf16xbf16")
     with pytest.raises(ValueError, match="num_experts is 385, the SM90 kernels take at most 384"):
