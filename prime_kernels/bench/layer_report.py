@@ -15,7 +15,7 @@ from .layer_bars import BAR_TOKENS, DIRECTIONS, PASSES, Pass
 from .layer_case import FLOP_CONVENTION
 from .layer_contenders import GRAPH, LAUNCH
 from .layer_plot import draw
-from .layer_run import LayerResult
+from .layer_run import SETTLE, LayerResult
 from .timing import WARMUPS
 
 JSON_NAME, MARKDOWN_NAME, PNG_NAME = "layer.json", "layer.md", "layer.png"
@@ -45,7 +45,8 @@ def method(results: Sequence[LayerResult]) -> str:
     rounds = min(spread.count for spread in results[0].spreads.values())
     return (
         f"median of {rounds} rounds after {WARMUPS}, CUDA events, random data; in every round the kernels, "
-        "DeepGEMM's products and torch's layers take turns"
+        f"DeepGEMM's products and torch's layers take turns, each {SETTLE} times untimed and then timed, at the "
+        "clocks of its own load"
     )
 
 

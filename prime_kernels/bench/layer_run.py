@@ -29,6 +29,7 @@ from .rounds import Contender, Spread, host_times, interleave
 PEER_ERRORS = (RuntimeError, AttributeError, TypeError)
 # Two BF16 implementations that round at different places differ by about 5e-3; more than this is wrong.
 MAX_DIFFERENCE = 2e-2
+SETTLE = 2  # untimed runs in front of each timed one
 HOST_ROUNDS, HOST_CALLS = 5, 4
 
 
@@ -225,7 +226,7 @@ def measure_layer(
         graphs, launches = kernel_contenders(layer, backwards)
         products = gemm_contender(size, device)
     with watch.stage("rounds"):
-        spreads = interleave([*graphs, products, *launches, *peer_contenders], repeats=rounds)
+        spreads = interleave([*graphs, products, *launches, *peer_contenders], repeats=rounds, settle=SETTLE)
     with watch.stage("host times"):
         host: dict[str, float] = {}
         for contender in (*launches, *peer_contenders):

@@ -63,8 +63,12 @@ def interleave(
     warmups: int = WARMUPS,
     new_event: Callable[[], Event] = _cuda_event,
     synchronize: Callable[[], None] = torch.cuda.synchronize,
+    settle: int = 0,
 ) -> dict[str, Spread]:
     """Time every call of every contender ``repeats`` times, after ``warmups`` untimed rounds.
+
+    In every round a contender's calls run ``settle`` times before they are timed: a GPU that is bound by its
+    power sets its clocks by what ran in the last milliseconds, and that shall be the contender itself.
 
     Everything is queued on the current stream without waiting in between, so the host is not part of a call
     that runs longer than it takes to launch.
@@ -81,6 +85,9 @@ def interleave(
     pairs: dict[str, list[tuple[Event, Event]]] = {name: [] for name in names}
     for number in range(warmups + repeats):
         for contender in contenders[:: -1 if number % 2 else 1]:
+            for _ in range(settle):
+                for _, call in contender.calls:
+                    call()
             for name, call in contender.calls:
                 start, end = new_event(), new_event()
                 start.record()

@@ -250,6 +250,22 @@ def test_rounds_alternate_and_warmups_do_not_count() -> None:
     assert {spread.count for spread in spreads.values()} == {3}
 
 
+def test_a_contender_settles_before_it_is_timed() -> None:
+    calls: list[str] = []
+
+    def call(name: str) -> None:
+        calls.append(name)
+        FakeEvent.now += 100.0 if calls.count(name) % 3 else 1.0
+
+    contenders = [
+        Contender((("f", lambda: call("f")), ("b", lambda: call("b")))),
+        Contender((("g", lambda: call("g")),)),
+    ]
+    spreads = interleave(contenders, 2, 0, FakeEvent, lambda: None, settle=2)
+    assert "".join(calls) == "fbfbfb" + "ggg" + "ggg" + "fbfbfb"
+    assert spreads["f"] == spreads["g"] == Spread(1.0, 1.0, 1.0, 2)
+
+
 def test_spreads() -> None:
     assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(2.5, 1.0, 10.0, 4)
     with pytest.raises(ValueError, match="at least one sample"):
