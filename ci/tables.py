@@ -88,23 +88,6 @@ def grouped_gemm_summary() -> str:
     return f"{source_line(path, result)}\n\n{markdown(headers, rows)}"
 
 
-def sm90_in_turns() -> str:
-    """The fused kernels beside the products they contain."""
-    path, result = newest("*-sm90-bf16-in-turns-????-??-??.json")
-    rows = []
-    for layer in result["layers"]:
-        for name, key, yardstick in (
-            ("forward", "forward_ms", "gemm_forward_ms"),
-            ("forward, z kept", "forward_keeping_z_ms", "gemm_forward_ms"),
-            ("backward, z recomputed", "backward_recompute_ms", "gemm_backward_ms"),
-            ("backward, z kept", "backward_kept_z_ms", "gemm_backward_ms"),
-        ):
-            ours, sum_ms = layer[key], layer[yardstick]
-            rows.append([layer_name(layer), name, f"{ours:.2f}", f"{sum_ms:.2f}", f"{ours / sum_ms:.2f}"])
-    headers = ["layer", "kernel", "ms", "sum of DeepGEMM's products, ms", "ratio"]
-    return f"{source_line(path, result)}\n\n{markdown(headers, rows)}"
-
-
 def layer_results() -> list[tuple[Path, dict[str, Any]]]:
     """The newest sweep of `bench layer` for every model and number of local experts, smallest model first."""
     newest_of: dict[tuple[int, str, int], tuple[Path, dict[str, Any]]] = {}
@@ -210,7 +193,6 @@ def markdown(headers: list[str], rows: list[list[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "grouped-gemm": grouped_gemm,
     "grouped-gemm-summary": grouped_gemm_summary,
-    "sm90-in-turns": sm90_in_turns,
     "layer": lambda: layer_table(only_largest=False),
     "layer-summary": lambda: layer_table(only_largest=True),
     "end-to-end": end_to_end,
