@@ -87,7 +87,7 @@ def _adopt(root: ModuleType) -> None:
         from . import runtime
 
         _adopted = root
-        limit = runtime.chosen_num_sms()
+        limit = runtime.sm_limit()
         if limit is not None:
             forward_num_sms(limit)
 

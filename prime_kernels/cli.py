@@ -4,16 +4,19 @@ Every command lives in a module of its own and is imported when it is called, so
 core dependencies alone. A command's `main(argv)` takes its arguments and returns the exit code.
 
 Exit codes: 0 success, 1 the command ran and found something wrong, 2 it could not start (arguments, a missing
-package), 130 interrupted.
+package), 130 interrupted, 141 whoever read the output has left (`... | head`).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from . import extras
 
@@ -27,6 +30,7 @@ CLI_EXTRA_INSTALL = extras.pip_line("cli")
 EXIT_OK = 0
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # what shells use for a program ended by Ctrl-C
+EXIT_PIPE = 141  # what shells use for a program ended by the signal that a pipe without reader sends
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,38 @@ def _dispatch(prog: str, commands: Mapping[str, Command], argv: Sequence[str]) -
         return EXIT_INTERRUPTED
 
 
+def _reader_has_left(stream: TextIO) -> bool:
+    """Whether `stream` is a pipe (or a socket) that nobody reads any more."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # closed, or a stand-in without a descriptor
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are reported without being asked for
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` defaults to `sys.argv[1:]`.
 
     Raises SystemExit as argparse does (0 for `--help`, 2 for an unknown command).
     """
-    return _dispatch(f"python -m {PACKAGE}", COMMANDS, list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            code = _dispatch(f"python -m {PACKAGE}", COMMANDS, words)
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        # Here and not when the interpreter ends, which shows the error.
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Not the signal's own way, which would also end a process that loses the socket of a peer.
+        left = [stream for stream in (sys.stdout, sys.stderr) if _reader_has_left(stream)]
+        if not left:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in left:
+            os.dup2(nowhere, stream.fileno())
+        return EXIT_PIPE

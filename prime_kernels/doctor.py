@@ -1,4 +1,4 @@
-"""`python -m prime_kernels doctor`: what is installed, what is missing, and the pip line that fixes it.
+"""`python -m prime_kernels doctor`: what is installed, what is missing or set wrong, and what fixes it.
 
 Creates no CUDA context. A machine without a GPU is not a fault: the reference backend runs there, and kernels
 can be compiled for other machines.
@@ -7,11 +7,13 @@ can be compiled for other machines.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from ._version import __version__
 
 OK = "ok"
 MISSING = "missing"
+WRONG = "wrong"
+PROBLEMS = (MISSING, WRONG)
 # Worth knowing, and nothing that has to be fixed.
 NOTE = "note"
 
@@ -38,6 +42,9 @@ SHIPPED = "shipped cubins"
 CACHE_LOW_BYTES = 100 * 1024 * 1024
 PIP = "pip install "
 MEBIBYTE = 1024 * 1024
+ENVIRONMENT_PREFIX = "PRIME_KERNELS_"
+# Read by `scripts/vendor_deepgemm.py`, which is no part of the package.
+WHEEL_ENV = "PRIME_KERNELS_DEEPGEMM_WHEEL"
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,48 @@ def _python_rows() -> list[Row]:
         rows.append(Row("cuda-python", MISSING, "not installed", "pip install 'cuda-python>=12.9,<14'"))
     else:
         rows.append(Row("cuda-python", OK, f"cuda-bindings {bindings}"))
+    return rows
+
+
+def _existing_file(value: str, source: str) -> Path:
+    if not Path(value).is_file():
+        raise ValueError(f"{source}: got {value!r}, needs the path of a file")
+    return Path(value)
+
+
+def _environment_readers() -> Mapping[str, Callable[[str, str], object]]:
+    """Every environment variable of the package -> what refuses its value, as `runtime.ENVIRONMENT`."""
+    from .jit import CACHE_DIR_VARIABLE
+    from .runtime import ENVIRONMENT
+
+    # Any text is a path; whether the directory can be written is a row of its own.
+    return {**ENVIRONMENT, CACHE_DIR_VARIABLE: lambda value, _: value, WHEEL_ENV: _existing_file}
+
+
+def _environment_rows() -> list[Row]:
+    """The variables that are set. One with an unknown name does nothing, which nobody else would say."""
+    readers = _environment_readers()
+    rows = []
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if name not in readers:
+            # Without the prefix, which alone would make any two names alike.
+            settings = [known.removeprefix(ENVIRONMENT_PREFIX) for known in readers]
+            close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), settings, n=1)
+            fix = (
+                f"unset it, or did you mean {ENVIRONMENT_PREFIX}{close[0]}?"
+                if close
+                else (f"unset it; there are {', '.join(readers)}")
+            )
+            rows.append(Row(name, WRONG, f"{value!r}: this version has no setting of that name", fix))
+            continue
+        try:
+            if value:
+                readers[name](value, f"${name}")
+            rows.append(Row(name, OK, repr(value)))
+        except ValueError as error:
+            rows.append(Row(name, WRONG, str(error).removeprefix(f"${name}: "), "set another value or none"))
     return rows
 
 
@@ -223,7 +272,7 @@ def _extra_rows() -> list[Row]:
 
 
 def diagnose() -> tuple[list[Row], int]:
-    """The rows of the report and the exit code: 0, or 1 when something that has a fix is missing."""
+    """The rows of the report and the exit code: 0, or 1 when something that has a fix is missing or wrong."""
     rows = _python_rows()
     if all(row.state == OK for row in rows):
         compiler = [*_toolchain_rows(), _vendored_row(), _probe_row()]
@@ -231,9 +280,10 @@ def diagnose() -> tuple[list[Row], int]:
         if any(row.name == SHIPPED for row in cache):
             # An image with ready cubins may leave the compiler out on purpose.
             compiler = [replace(row, state=NOTE) if row.state == MISSING else row for row in compiler]
-        rows += [*compiler, *cache, *_gpu_rows(), *_driver_fits_row(), *_kernel_rows()]
+        rows += [*compiler, *cache, *_environment_rows()]
+        rows += [*_gpu_rows(), *_driver_fits_row(), *_kernel_rows()]
     rows += _extra_rows()
-    return rows, EXIT_MISSING if any(row.state == MISSING for row in rows) else EXIT_OK
+    return rows, EXIT_MISSING if any(row.state in PROBLEMS for row in rows) else EXIT_OK
 
 
 def main(argv: Sequence[str]) -> int:
@@ -249,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{row.state:<8} {row.name:<{width}}  {row.detail}")
         if row.fix:
             print(f"{'':<8} {'':<{width}}  fix: {row.fix}")
-    problems = sum(row.state == MISSING for row in rows)
+    problems = sum(row.state in PROBLEMS for row in rows)
     packages = [row.fix[len(PIP) :] for row in rows if row.state == MISSING and row.fix.startswith(PIP)]
     if len(packages) > 1:
         print(f"all of them at once: {PIP}{' '.join(packages)}")

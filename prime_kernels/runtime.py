@@ -6,6 +6,7 @@ Nothing here touches a GPU, so that importing the package never creates a CUDA c
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -107,11 +108,6 @@ def set_num_sms(num_sms: int) -> None:
     _dropin.forward_num_sms(num_sms)
 
 
-def chosen_num_sms() -> int | None:
-    """The limit set with :func:`set_num_sms`, or None."""
-    return _num_sms
-
-
 def get_num_sms() -> int:
     """The limit set with :func:`set_num_sms`, else all SMs of the current GPU, else 0 on a CPU machine."""
     if _num_sms is not None:
@@ -147,16 +143,21 @@ def get_timeout_seconds() -> float:
 
 
 def _checked_timeout(value: float | str, source: str) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = 0.0
+    seconds = _number(value)
     if not 0.0 < seconds <= MAX_TIMEOUT_SECONDS:
         raise ValueError(
             f"{source}: got {value!r}, needs a finite number of seconds above 0 and at most "
             f"{MAX_TIMEOUT_SECONDS:g}"
         )
     return seconds
+
+
+def _number(value: float | str) -> float:
+    """NaN, which no limit takes, for what is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")
 
 
 def set_pool_capacity_factor(factor: float | None) -> None:
@@ -184,10 +185,7 @@ def get_pool_capacity_factor() -> float | None:
 
 
 def _checked_factor(value: float | str, source: str) -> float:
-    try:
-        factor = float(value)
-    except (TypeError, ValueError):
-        factor = 0.0
+    factor = _number(value)
     if not 0.0 < factor < float("inf"):
         raise ValueError(
             f"{source}: got {value!r}, needs a finite number above 0 (times the rows of even routing)"
@@ -218,10 +216,24 @@ def get_synchronous_checks() -> bool:
     """
     if _synchronous_checks is not None:
         return _synchronous_checks
-    value = os.environ.get(SYNCHRONOUS_ENV) or "0"
+    return _checked_switch(os.environ.get(SYNCHRONOUS_ENV) or "0", f"${SYNCHRONOUS_ENV}")
+
+
+def _checked_switch(value: str, source: str) -> bool:
     if value not in ("0", "1"):
-        raise ValueError(f"${SYNCHRONOUS_ENV}: got {value!r}, needs 0 or 1")
+        raise ValueError(f"{source}: got {value!r}, needs 0 or 1")
     return value == "1"
+
+
+#: What reads each environment variable of this module: takes the value and what an error calls its source,
+#: returns the setting. ValueError for a value that is not allowed. An empty variable counts as unset.
+ENVIRONMENT: Mapping[str, Callable[[str, str], object]] = {
+    BACKEND_ENV: _checked_backend,
+    DEVICE_ENV: _checked_device,
+    TIMEOUT_ENV: _checked_timeout,
+    POOL_CAPACITY_ENV: _checked_factor,
+    SYNCHRONOUS_ENV: _checked_switch,
+}
 
 
 def resolve_backend(device: torch.device, mma_type: str) -> str:

@@ -232,10 +232,14 @@ def warm_up(
     stored = True
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         futures = [pool.submit(_compile_one, source, directory, aot_dir) for source in sources]
-        for future in futures:
-            ok, line = future.result()
-            stored = stored and ok
-            print(line, file=sys.stdout if ok else sys.stderr, flush=True)
+        try:
+            for future in futures:
+                ok, line = future.result()
+                stored = stored and ok
+                print(line, file=sys.stdout if ok else sys.stderr, flush=True)
+        finally:
+            # After an interruption, or when nobody reads the output any more, nothing else is compiled.
+            pool.shutdown(cancel_futures=True)
     return stored
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -152,6 +153,73 @@ def test_an_interrupted_command_leaves_no_traceback(
     monkeypatch.setattr(sys.modules["prime_kernels.planted"], "run", interrupted)
     assert cli.main(["plain"]) == cli.EXIT_INTERRUPTED
     assert capsys.readouterr().err == f"python -m {cli.PACKAGE} plain: interrupted\n"
+
+
+@pytest.fixture
+def unread_pipe() -> Iterator[int]:
+    """The writing end of a pipe whose reader has left."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+ALL_HELP_INTO_PIPE = """
+import json, os, sys
+from prime_kernels import cli
+codes = {}
+for words in json.loads(sys.argv[1]):
+    os.dup2(int(sys.argv[2]), 1)
+    try:
+        codes[" ".join(words)] = cli.main(words)
+    except SystemExit as stop:
+        codes[" ".join(words)] = stop.code
+print(json.dumps(codes), file=sys.stderr)
+"""
+
+
+def verbs(commands: Mapping[str, cli.Command]) -> Iterator[list[str]]:
+    for name, command in commands.items():
+        if command.commands is None:
+            yield [name]
+        else:
+            yield from ([name, *inner] for inner in verbs(command.commands))
+
+
+def test_every_verb_ends_quietly_when_its_reader_has_left(unread_pipe: int) -> None:
+    calls = [[*words, "--help"] for words in verbs(cli.COMMANDS)] + [["--help"], ["parity", "--list"]]
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_HELP_INTO_PIPE, json.dumps(calls), str(unread_pipe)],
+        stderr=subprocess.PIPE, pass_fds=[unread_pipe], text=True, timeout=300,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )  # fmt: skip
+    assert done.stderr == json.dumps({" ".join(words): cli.EXIT_PIPE for words in calls}) + "\n"
+
+
+# Buffered, warmup prints its first lines together with the first kernel, which takes a while.
+@pytest.mark.parametrize(
+    ("words", "unbuffered"), [("doctor", ""), ("doctor", "1"), ("warmup --model qwen3-30b-a3b --ep 8", "1")]
+)
+def test_a_reader_that_leaves_early_is_no_error(
+    words: str, unbuffered: str, unread_pipe: int, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PRIME_KERNELS_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_kernels", *words.split()],
+        stdout=unread_pipe, stderr=subprocess.PIPE, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (cli.EXIT_PIPE, "")
+
+
+def test_another_broken_pipe_is_shown_as_it_is(
+    planted: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loses_a_peer(argv: list[str]) -> int:
+        raise BrokenPipeError("a peer's socket")
+
+    monkeypatch.setattr(sys.modules["prime_kernels.planted"], "run", loses_a_peer)
+    with pytest.raises(BrokenPipeError, match="a peer's socket"):
+        cli.main(["plain"])
 
 
 def test_doctor_needs_no_extra() -> None:

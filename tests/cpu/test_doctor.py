@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 from jit_helpers import REPOSITORY, run_python, site_packages_without
 
@@ -80,6 +83,76 @@ def test_cache_contents_are_counted(tmp_path):
     compile_kernel(tiny_source(1), cache_dir=tmp_path / "cache")
     compile_kernel(tiny_source(2), cache_dir=tmp_path / "cache")
     assert "2 kernels" in rows_by_name()["kernel cache"].detail
+
+
+SETTINGS = {
+    "BACKEND": ("reference", "hip", "unknown backend 'hip'; use one of auto, reference, sm90"),
+    "DEVICE": ("cuda:1", "grass", "got 'grass', needs a device such as 'cpu' or 'cuda:0'"),
+    "TIMEOUT_SECONDS": ("0.5", "-1", "got '-1', needs a finite number of seconds above 0 and at most 1e+09"),
+    "POOL_CAPACITY_FACTOR": (
+        "1.25", "all", "got 'all', needs a finite number above 0 (times the rows of even routing)"
+    ),
+    "SYNCHRONOUS_CHECKS": ("1", "yes", "got 'yes', needs 0 or 1"),
+    "DEEPGEMM_WHEEL": (__file__, "/no/such/wheel", "got '/no/such/wheel', needs the path of a file"),
+}  # fmt: skip
+
+
+def environment_rows(monkeypatch, values):
+    for name in [name for name in os.environ if name.startswith(doctor.ENVIRONMENT_PREFIX)]:
+        monkeypatch.delenv(name)
+    for name, value in values.items():
+        monkeypatch.setenv(doctor.ENVIRONMENT_PREFIX + name, value)
+    return doctor._environment_rows()
+
+
+def test_settings_that_are_allowed_are_listed(monkeypatch):
+    good = {name: values[0] for name, values in SETTINGS.items()}
+    expected = {doctor.ENVIRONMENT_PREFIX + name: repr(value) for name, value in good.items()}
+    rows = environment_rows(monkeypatch, good)
+    assert {row.name: row.detail for row in rows} == expected
+    assert {(row.state, row.fix) for row in rows} == {(doctor.OK, "")}
+    assert [row.state for row in environment_rows(monkeypatch, dict.fromkeys(SETTINGS, ""))] == (
+        [doctor.OK] * len(SETTINGS)
+    )  # an empty variable counts as unset
+
+
+def test_settings_that_are_not_allowed_are_found(monkeypatch, capsys):
+    rows = environment_rows(monkeypatch, {name: values[1] for name, values in SETTINGS.items()})
+    assert {row.name.removeprefix(doctor.ENVIRONMENT_PREFIX): row.detail for row in rows} == {
+        name: values[2] for name, values in SETTINGS.items()
+    }
+    assert {row.state for row in rows} == {doctor.WRONG}
+    assert cli.main(["doctor"]) == doctor.EXIT_MISSING
+    printed = capsys.readouterr().out
+    assert printed.count("fix: set another value or none\n") == len(SETTINGS)
+    assert printed.endswith(f"{len(SETTINGS)} problems found\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("TIMEOUT", "unset it, or did you mean PRIME_KERNELS_TIMEOUT_SECONDS?"),
+        ("SYNCHRONOUS_CHECK", "unset it, or did you mean PRIME_KERNELS_SYNCHRONOUS_CHECKS?"),
+        ("QUUX", "unset it; there are PRIME_KERNELS_BACKEND, "),
+    ],
+)
+def test_names_that_set_nothing_are_found(monkeypatch, name, fix):
+    (row,) = environment_rows(monkeypatch, {name: "7"})
+    assert (row.name, row.state) == (doctor.ENVIRONMENT_PREFIX + name, doctor.WRONG)
+    assert row.detail == "'7': this version has no setting of that name"
+    assert row.fix.startswith(fix)
+
+
+def test_every_setting_is_known_to_doctor_and_to_the_page():
+    sources = [*(REPOSITORY / "prime_kernels").rglob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]
+    code = {
+        name
+        for path in sources
+        for name in re.findall(r'"(PRIME_KERNELS_[A-Z_]*[A-Z])"', path.read_text(encoding="utf-8"))
+    }
+    page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert code == set(re.findall(r" \| `(PRIME_KERNELS_\w+)` \| ", page))
+    assert code == set(doctor._environment_readers())
 
 
 def test_compiler_that_fails_is_shown(monkeypatch):

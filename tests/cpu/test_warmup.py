@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,22 @@ def test_a_kernel_that_does_not_compile_fails_and_the_others_are_stored(tmp_path
     assert "value.h" in captured.err
     assert "compiled in" in captured.out
     assert len(KernelCache(tmp_path / "c").entries()) == 1
+
+
+def test_nothing_else_is_compiled_after_an_interruption(tmp_path, monkeypatch):
+    started = []
+
+    def interrupted(source, cache_dir, aot_dir):
+        started.append(source)
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warmup, "_compile_one", interrupted)
+    target = warmup.Target("qwen3-30b-a3b", 8, "bf16", "sm_90a")
+    assert len(warmup.kernel_sources(target.model, target.ep, target.precision, target.arch)) > 2
+    with pytest.raises(KeyboardInterrupt):
+        warmup.warm_up([target], cache_dir=tmp_path)
+    assert len(started) <= 2  # the second may have begun before the first was seen to fail
 
 
 def test_arguments_that_cannot_work(capsys):
