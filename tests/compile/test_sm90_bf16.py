@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compile
 REGISTERS = 168
 TILE_OF_H, TILE_OF_I = 256, 128
 
-# (H, I) beside those of the public models. Here the ends of rows and tiles are found at run time, as for GPT-OSS.
+# (H, I) beside those of the models. Here the ends of rows and tiles are found at run time, as for GPT-OSS.
 EDGE = (320, 192)
 
 
