@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from .jit import KernelSource
 from .models import ModelShape
@@ -76,6 +77,18 @@ def _pool_tokens(
     experts = shape.experts_per_rank(ep)
     most = ep * tokens_per_rank * min(shape.top_k, experts)
     return _align(most + experts * padding_per_expert, alignment)
+
+
+def _model_parameters(shape: ModelShape, ep: int, tokens_per_rank: int) -> dict[str, Any]:
+    """What every kernel is told of the model and its ranks, by the names of the dataclasses' fields."""
+    return {
+        "max_tokens_per_rank": tokens_per_rank,
+        "hidden": shape.hidden,
+        "intermediate": shape.intermediate,
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+        "num_ranks": ep,
+    }
 
 
 @dataclass(frozen=True)
@@ -148,11 +161,7 @@ def sm90_fp8(
     stage = (block_m + block_n) * block_k + block_m * FLOAT_BYTES
 
     parameters = Sm90Fp8(
-        max_tokens_per_rank=tokens_per_rank,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
+        **_model_parameters(shape, ep, tokens_per_rank),
         experts_per_wave=shape.experts_per_rank(ep),
         block_m=block_m,
         block_n=block_n,
@@ -165,7 +174,6 @@ def sm90_fp8(
         tma_threads=tma_threads,
         math_threads=math_threads,
         num_sms=SM90_NUM_SMS,
-        num_ranks=ep,
         l2_staging_passes=staging_passes,
     )
     source = KernelSource(
@@ -216,6 +224,28 @@ def _sm100_fixed_bytes(shape: ModelShape, pull_bytes: int) -> int:
     return expert_counts + send_buffer + output + SM100_SMALL_SHARED_ARRAYS
 
 
+def _sm100_parameters(
+    kernel: str, shape: ModelShape, ep: int, tokens_per_rank: int, token_bytes: int, stage_bytes: int
+) -> dict[str, Any]:
+    """What both SM100 kernels have in common, for tokens sent as ``token_bytes`` and stages of a size."""
+    pull_bytes = _sm100_pull_bytes(token_bytes)
+    return {
+        **_model_parameters(shape, ep, tokens_per_rank),
+        "num_shared_experts": shape.num_shared_experts,
+        "block_m": SM100_BLOCK_M,
+        "block_n": SM100_BLOCK_N,
+        "ring_tokens": _pool_tokens(
+            shape, ep, tokens_per_rank, SM100_TALLEST_BLOCK_M - 1, SM100_POOL_ALIGNMENT
+        ),
+        "stages": _pipeline_stages(kernel, shape, _sm100_fixed_bytes(shape, pull_bytes), stage_bytes),
+        "pull_bytes": pull_bytes,
+        "dispatch_threads": SM100_DISPATCH_THREADS,
+        "mma_threads": SM100_MMA_THREADS,
+        "epilogue_threads": SM100_EPILOGUE_THREADS,
+        "num_sms": SM100_NUM_SMS,
+    }
+
+
 @dataclass(frozen=True)
 class Sm100Bf16:
     """Template parameters of `sm100_bf16_mega_moe_impl`."""
@@ -252,28 +282,12 @@ def sm100_bf16(
     kernel = "the vendored SM100 BF16 Mega MoE forward"
     _sm100_check(kernel, shape)
     block_k = 64
-    pull_bytes = _sm100_pull_bytes(shape.hidden * BF16_BYTES)
     # Two blocks share the activation rows of a tile.
     stage = (SM100_BLOCK_M // 2 + SM100_BLOCK_N) * block_k * BF16_BYTES
     parameters = Sm100Bf16(
-        max_tokens_per_rank=tokens_per_rank,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        num_experts=shape.num_experts,
-        num_shared_experts=shape.num_shared_experts,
-        top_k=shape.top_k,
-        block_m=SM100_BLOCK_M,
-        block_n=SM100_BLOCK_N,
+        **_sm100_parameters(kernel, shape, ep, tokens_per_rank, shape.hidden * BF16_BYTES, stage),
         block_k=block_k,
         store_block_m=SM100_STORE_BLOCK_M,
-        ring_tokens=_pool_tokens(shape, ep, tokens_per_rank, SM100_TALLEST_BLOCK_M - 1, SM100_POOL_ALIGNMENT),
-        stages=_pipeline_stages(kernel, shape, _sm100_fixed_bytes(shape, pull_bytes), stage),
-        pull_bytes=pull_bytes,
-        dispatch_threads=SM100_DISPATCH_THREADS,
-        mma_threads=SM100_MMA_THREADS,
-        epilogue_threads=SM100_EPILOGUE_THREADS,
-        num_sms=SM100_NUM_SMS,
-        num_ranks=ep,
     )
     source = KernelSource(
         name="vendored_sm100_bf16_mega_moe",
@@ -343,36 +357,20 @@ def sm100_mxfp8(
     block_k = 128
     # L2 reads whole K blocks of 128 columns.
     _check_multiple(kernel, "intermediate", shape.intermediate, block_k)
-    pull_bytes = _sm100_pull_bytes(shape.hidden)
     scale_block_m = _align(SM100_BLOCK_M, SM100_SCALE_ROWS)
-    ring_tokens = _pool_tokens(shape, ep, tokens_per_rank, SM100_TALLEST_BLOCK_M - 1, SM100_POOL_ALIGNMENT)
     # The scales of a K block of 128 columns are four bytes, one word a row.
     scales = (scale_block_m + SM100_BLOCK_N) * FLOAT_BYTES
     stage = (SM100_BLOCK_M // 2 + SM100_BLOCK_N) * block_k + scales
+    common = _sm100_parameters(kernel, shape, ep, tokens_per_rank, shape.hidden, stage)
     parameters = Sm100Mxfp8(
-        max_tokens_per_rank=tokens_per_rank,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        num_experts=shape.num_experts,
-        num_shared_experts=shape.num_shared_experts,
-        top_k=shape.top_k,
-        block_m=SM100_BLOCK_M,
-        block_n=SM100_BLOCK_N,
+        **common,
         block_k=block_k,
         store_block_m_l1=SM100_STORE_BLOCK_M,
         store_block_m_l2=SM100_STORE_BLOCK_M,
         scale_block_m=scale_block_m,
         scale_block_n=SM100_BLOCK_N,
         mma_kind="deep_gemm::MmaKind::MXFP8FP4",
-        ring_tokens=ring_tokens,
-        scale_ring_tokens=ring_tokens // SM100_BLOCK_M * scale_block_m,
-        stages=_pipeline_stages(kernel, shape, _sm100_fixed_bytes(shape, pull_bytes), stage),
-        pull_bytes=pull_bytes,
-        dispatch_threads=SM100_DISPATCH_THREADS,
-        mma_threads=SM100_MMA_THREADS,
-        epilogue_threads=SM100_EPILOGUE_THREADS,
-        num_sms=SM100_NUM_SMS,
-        num_ranks=ep,
+        scale_ring_tokens=common["ring_tokens"] // SM100_BLOCK_M * scale_block_m,
     )
     return tuple(
         KernelSource(
