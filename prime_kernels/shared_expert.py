@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import deinterleave_gate_up, interleave_gate_up, swiglu, swiglu_backward
+from .swiglu import deinterleave_gate_up, interleave_gate_up, swiglu, swiglu_backward
 
 
 def add_forward(

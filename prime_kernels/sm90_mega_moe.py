@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from . import shared_expert
-from .reference import INTERLEAVE
 from .sm90 import Sm90Rank
 from .sm90_memory import Sm90Memory
+from .swiglu import INTERLEAVE
 from .symm import SymmBuffer
 from .validation import COPY_BYTES, check_tma_access
 

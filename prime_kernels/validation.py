@@ -14,8 +14,8 @@ from torch import Tensor
 from .checks import check_clamp as check_clamp
 from .checks import check_int, check_no_overlap
 from .exchange import MAX_EXPERTS, MAX_RANKS
-from .reference import INTERLEAVE
 from .sizes import SIZE_LIMITS, SizeLimit
+from .swiglu import INTERLEAVE
 
 if TYPE_CHECKING:
     from .symm import SymmBuffer

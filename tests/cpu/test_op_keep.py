@@ -36,7 +36,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from prime_kernels import MegaMoE, op
 from prime_kernels.bf16 import backward_from_z, forward_keeping_z
 from prime_kernels.module import release_buffers
-from prime_kernels.reference import BF16_ROUNDING, kept_gate_up
+from prime_kernels.reference import BF16_ROUNDING
+from prime_kernels.swiglu import kept_gate_up
 
 EXACT = 1e-12
 CLAMP = 0.7  # binds for a good part of the test inputs

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_oracle import Answer, Problem, make_problem, relative_error, solve
 
-from prime_kernels import reference
+from prime_kernels import reference, swiglu
 from prime_kernels.quantize import through_blocks
 from prime_kernels.reference import BF16_ROUNDING, NO_ROUNDING, Rounding, through
 
@@ -136,7 +136,7 @@ def test_clamp_binds_and_stops_the_gradient() -> None:
 
     def dz(gate: float, up: float) -> tuple[torch.Tensor, torch.Tensor]:
         z = torch.tensor([[gate, up]], dtype=torch.float64)
-        return reference.swiglu(z, c), reference.swiglu_backward(z, torch.ones(1, 1, dtype=torch.float64), c)
+        return swiglu.swiglu(z, c), swiglu.swiglu_backward(z, torch.ones(1, 1, dtype=torch.float64), c)
 
     act, grad = dz(3.0, -5.0)
     assert act.item() == pytest.approx(-silu * c)
@@ -157,7 +157,7 @@ def test_rounding_across_the_clamp_keeps_the_gradient() -> None:
     exact = torch.tensor([[1.0001, 0.9999], [0.9999, -1.0001]], dtype=torch.float64)
     rounded = torch.tensor([[0.99, 1.01], [1.01, -0.99]], dtype=torch.float64)
     dact = torch.ones(2, 1, dtype=torch.float64)
-    grad = reference.swiglu_backward(rounded, dact, 1.0, exact)
+    grad = swiglu.swiglu_backward(rounded, dact, 1.0, exact)
     assert (grad == 0).tolist() == [[True, False], [False, True]]
 
 
