@@ -95,3 +95,19 @@ install_package() {
     "$venv_python" -m pip install --quiet --editable "${root}[$extras]"
     touch "$stamp"
 }
+
+# TorchTitan, for its tests: an extra cannot leave out what a library requires, and this one requires a lot.
+install_torchtitan() {
+    local requirements="$root/tests/requirements-torchtitan.txt" stamp
+    stamp="$venv/.prime-kernels-torchtitan-$(cksum <"$requirements" | tr -d ' ')"
+    if [[ -e "$stamp" ]]; then
+        say "TorchTitan: installed"
+        return
+    fi
+    say "TorchTitan: installing, without its dependencies"
+    if "$venv_python" -m pip install --quiet --no-deps --requirement "$requirements"; then
+        touch "$stamp"
+    else
+        say "TorchTitan: could not be installed (see above); its tests are skipped, in CI one fails for it"
+    fi
+}

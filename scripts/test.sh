@@ -31,6 +31,7 @@ set_up() {
     make_venv
     install_torch
     install_package cli,test
+    install_torchtitan
 }
 
 run_pytest() {

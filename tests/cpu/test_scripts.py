@@ -18,6 +18,7 @@ INSTALLATION_SOURCES = (
     "scripts/header_patch.py",
     "patches/0001.patch",
 )
+TORCHTITAN = "tests/requirements-torchtitan.txt"
 SCRIPTS = ("environment.sh", "quickstart.sh", "test.sh")
 
 # Stands for the base interpreter and for the environment's. It writes down every call, "makes" an environment
@@ -44,11 +45,12 @@ class Checkout:
         self.root = folder / "a checkout"
         (self.root / "scripts").mkdir(parents=True)
         (self.root / "patches").mkdir()
+        (self.root / "tests").mkdir()
         (self.root / "prime_kernels" / "_vendor").mkdir(parents=True)
         (self.root / "prime_kernels" / "_vendor" / "manifest.json").touch()
         for name in SCRIPTS:
             shutil.copy(REPO / "scripts" / name, self.root / "scripts" / name)
-        for name in INSTALLATION_SOURCES:
+        for name in (*INSTALLATION_SOURCES, TORCHTITAN):
             (self.root / name).write_text(name)
         self.log, self.torch = folder / "log", folder / "torch"
         self.python = folder / "python"
@@ -186,6 +188,21 @@ def test_test_sh_runs_every_stage(checkout: Checkout) -> None:
     assert "tests/cpu tests/compile -k some words" in tests
     assert done.stdout.count(" passed ") == 1 + len(STAGES)
     assert f"reports: {checkout.root}/runs/test" in done.stdout
+
+
+def test_test_sh_installs_torchtitan_without_its_dependencies_once(checkout: Checkout) -> None:
+    installs = [f"-m pip install --quiet --no-deps --requirement {checkout.root}/{TORCHTITAN}"]
+    assert with_words(checkout.run("test.sh")[1], "--no-deps") == installs
+    assert not with_words(checkout.run("test.sh")[1], "pip install")
+    (checkout.root / TORCHTITAN).write_text("changed")
+    assert with_words(checkout.run("test.sh")[1], "pip install") == installs
+
+
+def test_test_sh_runs_every_stage_where_torchtitan_cannot_be_installed(checkout: Checkout) -> None:
+    done, calls = checkout.run("test.sh", FAIL_ON="--no-deps")
+    assert "TorchTitan: could not be installed" in done.stdout
+    assert all(len(with_words(calls, stage)) == 1 for stage in STAGES)
+    assert len(with_words(checkout.run("test.sh")[1], "--no-deps")) == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)

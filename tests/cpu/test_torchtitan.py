@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchtitan_library
 from gloo_world import GlooWorld
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,17 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from prime_kernels.module import release_buffers
 
-titan = pytest.importorskip(
-    "torchtitan.models.common.moe", reason="needs TorchTitan and what it imports", exc_type=ImportError
-)
+if (reason := torchtitan_library.why_missing()) is not None:
+    pytest.skip(reason, allow_module_level=True)
 
-from torchtitan.models.common import token_dispatcher as dispatchers  # noqa: E402
-from torchtitan.models.common.feed_forward import FeedForward  # noqa: E402
-from torchtitan.models.common.linear import Linear  # noqa: E402
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
+from torchtitan.models.common import moe as titan
+from torchtitan.models.common import token_dispatcher as dispatchers
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from prime_kernels.integrations import torchtitan as integration  # noqa: E402
-from prime_kernels.integrations.torchtitan import apply, revert  # noqa: E402
+from prime_kernels.integrations import torchtitan as integration
+from prime_kernels.integrations.torchtitan import apply, revert
 
 # On a CPU the router's fp32 autocast does nothing, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
