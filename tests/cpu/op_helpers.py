@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_kernels import SymmBuffer, get_symm_buffer_for_mega_moe, mega_moe, op
+from prime_kernels import SymmBuffer, custom_ops, get_symm_buffer_for_mega_moe, mega_moe
 
 # Relative Frobenius norm against float64 that BF16 results keep.
 BF16_TOLERANCE = 5e-3
@@ -132,8 +132,8 @@ class Calls:
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Record the calls the op makes from now on; they still run."""
     calls = Calls()
-    forward, backward = op.bf16_mega_moe, op.bf16_mega_moe_backward
-    forward_z, backward_z = op.forward_keeping_z, op.backward_from_z
+    forward, backward = custom_ops.bf16_mega_moe, custom_ops.bf16_mega_moe_backward
+    forward_z, backward_z = custom_ops.forward_keeping_z, custom_ops.backward_from_z
 
     def record_forward(y: Tensor, *args: Any, **kwargs: Any) -> None:
         calls.forward.append(y.shape[0])
@@ -153,10 +153,10 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         calls.used.append(kwargs["z"])
         backward_z(dx, dw1, dw2, *args, **kwargs)
 
-    monkeypatch.setattr(op, "bf16_mega_moe", record_forward)
-    monkeypatch.setattr(op, "bf16_mega_moe_backward", record_backward)
-    monkeypatch.setattr(op, "forward_keeping_z", record_forward_z)
-    monkeypatch.setattr(op, "backward_from_z", record_backward_z)
+    monkeypatch.setattr(custom_ops, "bf16_mega_moe", record_forward)
+    monkeypatch.setattr(custom_ops, "bf16_mega_moe_backward", record_backward)
+    monkeypatch.setattr(custom_ops, "forward_keeping_z", record_forward_z)
+    monkeypatch.setattr(custom_ops, "backward_from_z", record_backward_z)
     return calls
 
 

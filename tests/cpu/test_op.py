@@ -28,7 +28,7 @@ from op_helpers import (
 from torch import Tensor
 
 import prime_kernels
-from prime_kernels import mega_moe, op, symm
+from prime_kernels import custom_ops, mega_moe, op, symm
 
 EXACT = 1e-12  # float64 against float64
 CLAMP = 0.7  # binds for a good part of the test inputs
@@ -336,7 +336,7 @@ def test_another_device() -> None:
     """Straight into the staging: a whole call with meta tensors would run the op's fake."""
     inputs = make_inputs(SMALL, 7)
     with pytest.raises(ValueError, match="topk_idx is on meta, the buffer on cpu"):
-        op._stage(make_buffer(SMALL), inputs.x, inputs.topk_idx.to("meta"), inputs.topk_weights)
+        custom_ops._stage(make_buffer(SMALL), inputs.x, inputs.topk_idx.to("meta"), inputs.topk_weights)
 
 
 @pytest.mark.parametrize("name", ["x", "topk_idx", "topk_weights", "gate_up", "down"])

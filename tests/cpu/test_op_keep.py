@@ -33,7 +33,7 @@ from test_op_ep import TWO_RANKS, check, global_layers, grads_of, local_part, ru
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from prime_kernels import MegaMoE, op
+from prime_kernels import MegaMoE, custom_ops, op
 from prime_kernels.bf16 import backward_from_z, forward_keeping_z
 from prime_kernels.module import release_buffers
 from prime_kernels.reference import BF16_ROUNDING
@@ -134,12 +134,12 @@ def test_the_backward_reads_z_and_not_the_gate_and_up_weights() -> None:
         inputs.down.detach(),
     )  # fmt: skip
     dy = torch.randn_like(x)
-    op._stage(buffer, x, topk_idx, topk_weights)
+    custom_ops._stage(buffer, x, topk_idx, topk_weights)
     z = forward_keeping_z(torch.empty_like(x), gate_up, down, buffer, None, None, None, None)
     results = []
     for weight in (gate_up, torch.zeros_like(gate_up)):
         outputs = [torch.full_like(like, torch.nan) for like in (x, gate_up, down, topk_weights)]
-        op._stage(buffer, x, topk_idx, topk_weights)
+        custom_ops._stage(buffer, x, topk_idx, topk_weights)
         backward_from_z(
             *outputs, dy, weight, down, buffer, None, None, None, None, activation_clamp=None,
             accumulate=False, z=z,

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import prime_kernels.op as op
-from prime_kernels import runtime
+from prime_kernels import custom_ops, runtime
 from prime_kernels.train import job
 from prime_kernels.train.config import TrainConfig, parse_arguments
 from prime_kernels.train.corpus import Corpus, load_corpus
@@ -99,7 +98,7 @@ def test_the_seed_decides_everything(corpus: Corpus) -> None:
 
 def backward_with(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., None]:
     """The backward of the kernels, with `change` applied to its outputs."""
-    genuine = op.bf16_mega_moe_backward
+    genuine = custom_ops.bf16_mega_moe_backward
 
     def backward(dx: Any, dw1: Any, dw2: Any, dtopk: Any, *rest: Any, **named: Any) -> None:
         genuine(dx, dw1, dw2, dtopk, *rest, **named)
@@ -110,7 +109,9 @@ def backward_with(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_gradient_error_is_told(kind: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "bf16_mega_moe_backward", backward_with(lambda grads: grads[kind].mul_(1.01)))
+    monkeypatch.setattr(
+        custom_ops, "bf16_mega_moe_backward", backward_with(lambda grads: grads[kind].mul_(1.01))
+    )
     check = trained(corpus, "--steps", "1", "--layers", "2").check_gradients()
     assert not check.passed
     assert min(check.errors[kind]) > BF16_LIMIT
@@ -122,7 +123,9 @@ def test_a_planted_gradient_error_is_told(kind: str, corpus: Corpus, monkeypatch
 def test_one_lost_row_fails_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(op, "bf16_mega_moe_backward", backward_with(lambda grads: grads["dx"][:1].zero_()))
+    monkeypatch.setattr(
+        custom_ops, "bf16_mega_moe_backward", backward_with(lambda grads: grads["dx"][:1].zero_())
+    )
     assert job.main([*TINY, "--steps", "2", "--out", str(tmp_path)]) == 1
     assert "final gradients DO NOT MATCH" in capsys.readouterr().out
     assert json.loads((tmp_path / "run.json").read_text())["gradient_check"]["passed"] is False

@@ -33,7 +33,7 @@ from sm90_cases import BF16, DEVICE, SHAPES, compile_all, relative_error
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from prime_kernels import MegaMoE, op, runtime
+from prime_kernels import MegaMoE, custom_ops, runtime
 from prime_kernels.integrations.expert_sharding import clip_grad_norm_, local_part
 from prime_kernels.module import release_buffers
 
@@ -132,13 +132,13 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each forward of the experts from now on."""
     calls: list[None] = []
     for name in ("bf16_mega_moe", "forward_keeping_z"):
-        original = getattr(op, name)
+        original = getattr(custom_ops, name)
 
         def counted(*args: Any, original: Any = original, **kwargs: Any) -> Any:
             calls.append(None)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(op, name, counted)
+        monkeypatch.setattr(custom_ops, name, counted)
     return calls
 
 
