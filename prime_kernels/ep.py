@@ -22,6 +22,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO_PLAN = -1
 
 
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``group``; for None the default group, or None (one rank) where torch.distributed is not in use."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Ranks in ``group``; None is one rank. RuntimeError for a group that was destroyed."""
     return 1 if group is None else _of_live_group(dist.get_world_size, group)

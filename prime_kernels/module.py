@@ -9,78 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import ep, runtime
+from . import ep
 from .checks import check_clamp, check_group, check_int, check_tensors
 from .dtensor import local_weight
 from .op import PRECISIONS, mega_moe
-from .symm import SymmBuffer, get_symm_buffer_for_mega_moe
-from .validation import DATA_DTYPES, check_keep, check_topk
-
-_MMA_TYPE_OF_DTYPE = {dtype: mma_type for mma_type, dtype in DATA_DTYPES.items()}
-
-# Buffers that modules built, by everything they depend on. Kept until release_buffers(): construction is
-# collective, so whether one is found here must not depend on when a rank's garbage collector runs.
-_shared_buffers: dict[tuple[Any, ...], SymmBuffer] = {}
-
-
-def release_buffers() -> None:
-    """Forget the buffers that :class:`MegaMoE` layers share; each is freed with the last layer that uses it.
-
-    Call it on all ranks of a group, at the same place in the program.
-    """
-    _shared_buffers.clear()
-
-
-def shared_buffer(
-    group: dist.ProcessGroup | None,
-    shape: tuple[int, int, int, int, int, int],
-    mma_type: str,
-    device: torch.device,
-) -> SymmBuffer:
-    """The live buffer that layers of one shape share, built at the first request. Collective over ``group``.
-
-    It is allocated on the device of :func:`~.runtime.set_device`, else on ``device``.
-
-    Args:
-        group: as :func:`resolve_group` returns it.
-        shape: E, T, K, H, I and the number of shared experts.
-
-    Raises:
-        ValueError, RuntimeError: see :class:`~.symm.SymmBuffer`.
-    """
-    chosen_device = runtime.get_device()
-    device = chosen_device or device
-    key = (group, shape, mma_type, device, runtime.get_backend(), runtime.get_pool_capacity_factor())
-    buffer = _shared_buffers.get(key)
-    if buffer is None or buffer.destroyed:
-        runtime.set_device(device)
-        try:
-            # Memory made in inference mode could not be staged into outside of it.
-            with torch.inference_mode(False):
-                buffer = get_symm_buffer_for_mega_moe(group, *shape, mma_type=mma_type)
-        finally:
-            runtime.set_device(chosen_device)
-        _shared_buffers[key] = buffer
-    return buffer
-
-
-def mma_type_of(weight: Tensor, what: str) -> str:
-    """The type of buffer for what a forward computes in: the dtype of ``weight``, or autocast's.
-
-    Raises:
-        ValueError: no buffer computes in that dtype; ``what`` names who asked.
-    """
-    dtype, device_type = weight.dtype, weight.device.type
-    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
-    return _mma_type_of_dtype(dtype, what)
-
-
-def _mma_type_of_dtype(dtype: torch.dtype, what: str) -> str:
-    if dtype not in _MMA_TYPE_OF_DTYPE:
-        known = ", ".join(str(known) for known in _MMA_TYPE_OF_DTYPE)
-        raise ValueError(f"{what} computes in {dtype} here and has no buffer for it; use {known}")
-    return _MMA_TYPE_OF_DTYPE[dtype]
+from .shared_buffers import mma_type_of, mma_type_of_dtype, shared_buffer
+from .shared_buffers import release_buffers as release_buffers
+from .symm import SymmBuffer
+from .validation import check_keep, check_topk
 
 
 class _Placement:
@@ -206,7 +142,7 @@ class MegaMoE(nn.Module):
         if buffer is not None:
             self._check_shape(buffer)
         self._placement = _Placement(group, buffer)
-        num_ranks = ep.group_size(resolve_group(self._placement.group))
+        num_ranks = ep.group_size(ep.resolve_group(self._placement.group))
         if num_experts % num_ranks:
             raise ValueError(
                 f"num_experts is {num_experts}, needs a multiple of the group's {num_ranks} ranks; "
@@ -278,13 +214,13 @@ class MegaMoE(nn.Module):
                 a dtype that no buffer is for.
             RuntimeError: see :class:`~.symm.SymmBuffer`; the buffer given to this module was destroyed.
         """
-        mma_type = self._mma_type() if dtype is None else _mma_type_of_dtype(dtype, "MegaMoE")
+        mma_type = self._mma_type() if dtype is None else mma_type_of_dtype(dtype, "MegaMoE")
         found = self._placement.find(mma_type)
         if found is not None:
             return found
         if self._placement.given is not None:
             raise RuntimeError("the given buffer was destroyed; set module.buffer to a live one")
-        group = resolve_group(self._placement.group)
+        group = ep.resolve_group(self._placement.group)
         self._check_ranks(ep.group_size(group))
         shape = (
             self.num_experts, self.max_tokens_per_rank, self.top_k, self.hidden, self.intermediate,
@@ -393,10 +329,3 @@ class MegaMoE(nn.Module):
 def _check_is_buffer(buffer: Any) -> None:
     if not isinstance(buffer, SymmBuffer):
         raise ValueError(f"buffer is a {type(buffer).__name__}, needs a SymmBuffer")
-
-
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """``group``; for None the default group, or None (one rank) where torch.distributed is not in use."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return group

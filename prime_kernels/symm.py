@@ -196,9 +196,7 @@ class SymmBuffer:
         logger.info("%s", self)
 
     def _use_reference(self, device: torch.device) -> None:
-        regions = _staging_layout(
-            self.num_max_tokens_per_rank, self.num_topk, self.hidden, self.mma_type
-        )
+        regions = _staging_layout(self.num_max_tokens_per_rank, self.num_topk, self.hidden, self.mma_type)
         self.num_bytes = regions[-1].end
         if self._base is None:
             self.buffer = zeroed_bytes(self.num_bytes, device)
@@ -349,9 +347,7 @@ def _resolve_group(group: dist.ProcessGroup | None, base: SymmBuffer | None) -> 
     # A destroyed base is refused later, after the ranks have compared: it may be alive on others.
     if group is None and base is not None and not base.destroyed:
         return base.group
-    if group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return group
+    return ep.resolve_group(group)
 
 
 def _allocation_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..module import MegaMoE, resolve_group
+from ..ep import resolve_group
+from ..module import MegaMoE
 
 # Parameters of MegaMoE that every rank of the EP group holds whole.
 _REPLICATED = ("shared_gate_up", "shared_down")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import ep, runtime
-from ..module import mma_type_of, resolve_group, shared_buffer
 from ..op import mega_moe
+from ..shared_buffers import mma_type_of, shared_buffer
 from ..symm import SymmBuffer
 from ..validation import check_clamp, check_keep, wide_dtype
 from .grouped_experts import check_experts, check_placements, expert_weights
@@ -250,7 +250,7 @@ class MegaMoEDispatcher:
 
     def _build(self, mma_type: str, hidden: int, inter: int, device: torch.device) -> SymmBuffer:
         num_sms = sms_to_use(self.config, device)
-        group = resolve_group(self.group)
+        group = ep.resolve_group(self.group)
         if self.num_experts % ep.group_size(group):
             raise ValueError(
                 f"num_experts is {self.num_experts}, needs a multiple of the group's {ep.group_size(group)} "

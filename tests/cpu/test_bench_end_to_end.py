@@ -36,7 +36,7 @@ from prime_kernels.bench.end_to_end_run import (
     time_limit,
 )
 from prime_kernels.bench.rounds import Spread
-from prime_kernels.module import _shared_buffers
+from prime_kernels.shared_buffers import _shared_buffers
 
 pytest.importorskip("transformers", minversion="5", reason="needs Transformers 5")
 

@@ -25,7 +25,7 @@ from op_helpers import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from prime_kernels import MegaMoE, SymmBuffer, module
+from prime_kernels import MegaMoE, SymmBuffer, shared_buffers
 from prime_kernels.module import release_buffers
 
 EXACT = 1e-12
@@ -279,7 +279,7 @@ def test_a_given_buffer() -> None:
     assert experts.max_tokens_per_rank == SMALL.tokens
     experts(*batch)
     assert experts.buffer is buffer
-    assert not module._shared_buffers
+    assert not shared_buffers._shared_buffers
     buffer.destroy()
     with pytest.raises(RuntimeError, match=r"destroyed; set module.buffer"):
         experts(*batch)
