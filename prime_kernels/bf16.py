@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -58,10 +59,11 @@ def bf16_mega_moe(
         ValueError: a tensor or argument outside its limits.
         RuntimeError: more tokens than the buffer is sized for, a destroyed buffer, a peer that does not come.
     """
-    _forward(
-        y, l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
-        cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math, l1_natural_layout,
+    call = _Call(
+        l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
+        activation, activation_clamp, fast_math, l1_natural_layout,
     )  # fmt: skip
+    _forward(call, y, cumulative_local_expert_recv_stats)
 
 
 def forward_keeping_z(
@@ -79,24 +81,71 @@ def forward_keeping_z(
         z [rows, 2I] in the buffer's data type, for :func:`backward_from_z`. Where rounding would carry a
         value across the clamp, it is the neighbour on the right side.
     """
-    z = _forward(
-        y, l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
-        activation_clamp=activation_clamp, keep_z=True, z_rows=rows,
+    call = _Call(
+        l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
+        activation_clamp=activation_clamp,
     )  # fmt: skip
+    z = _forward(call, y, keep_z=True, z_rows=rows)
     assert z is not None
     return z
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What both directions take, by the public functions' names."""
+
+    l1_weights: Tensor
+    l2_weights: Tensor
+    sym_buffer: SymmBuffer
+    shared_l1_weights: Tensor | None
+    shared_l2_weights: Tensor | None
+    activation: str = "swiglu"
+    activation_clamp: float | None = None
+    fast_math: bool = True
+    l1_natural_layout: bool = True
+
+    def check(self, **natural_layouts: bool) -> int | None:
+        """Refuse what is outside its limits; ``natural_layouts`` are those of the weight gradients.
+
+        Returns:
+            Is of the shared expert, None without one.
+        """
+        buffer = self.sym_buffer
+        validation.check_buffer(buffer)
+        validation.check_activation(self.activation)
+        validation.check_clamp(self.activation_clamp)
+        validation.check_weights(self.l1_weights, self.l2_weights, buffer)
+        shared_inter = validation.check_shared_weights(self.shared_l1_weights, self.shared_l2_weights, buffer)
+        for argument, natural in {"l1_natural_layout": self.l1_natural_layout, **natural_layouts}.items():
+            if not natural:
+                validation.check_interleaved(buffer.intermediate_hidden, argument)
+                if shared_inter is not None:
+                    validation.check_interleaved(shared_inter, argument)
+        return shared_inter
+
+    def kernel_arguments(self) -> dict[str, Any]:
+        """By name; without the activation, of which one is left after :meth:`check`."""
+        arguments = dict(vars(self))
+        del arguments["activation"]
+        return arguments
+
+    def experts(self) -> tuple[Experts, Experts | None]:
+        """The weights as the reference takes them: routed and shared experts."""
+        rounding = BF16_ROUNDING if self.sym_buffer.mma_type == "bf16xbf16" else NO_ROUNDING
+        shared_l1, shared_l2 = self.shared_l1_weights, self.shared_l2_weights
+        shared = None if shared_l1 is None or shared_l2 is None else (shared_l1, shared_l2)
+        clamp, interleaved = self.activation_clamp, not self.l1_natural_layout
+        return (
+            Experts(self.l1_weights, self.l2_weights, clamp, rounding, interleaved),
+            reference.shared_experts(shared, clamp, rounding, interleaved),
+        )
+
+
 def _forward(
-    y: Tensor, l1_weights: Tensor, l2_weights: Tensor, buffer: SymmBuffer,
-    shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None, stats: Tensor | None = None,
-    activation: str = "swiglu", activation_clamp: float | None = None, fast_math: bool = True,
-    l1_natural_layout: bool = True, keep_z: bool = False, z_rows: int | None = None,
-) -> Tensor | None:  # fmt: skip
-    validation.check_buffer(buffer)
-    _check_call(buffer, l1_weights, l2_weights, activation, activation_clamp)
-    shared_inter = validation.check_shared_weights(shared_l1_weights, shared_l2_weights, buffer)
-    _check_layouts(buffer, shared_inter, l1_natural_layout=l1_natural_layout)
+    call: _Call, y: Tensor, stats: Tensor | None = None, *, keep_z: bool = False, z_rows: int | None = None
+) -> Tensor | None:
+    buffer = call.sym_buffer
+    call.check()
     num_tokens = validation.check_rows("y", y, buffer)
     validation.check_output("y", y, buffer)
     validation.check_stats(stats, buffer)
@@ -105,29 +154,17 @@ def _forward(
     if buffer.backend != "reference":
         z = _empty_z(buffer, buffer.pool_rows) if keep_z else None
         _kernel(buffer, _FORWARD).forward(
-            y=y, l1_weights=l1_weights, l2_weights=l2_weights, sym_buffer=buffer,
-            shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
-            cumulative_local_expert_recv_stats=stats, activation_clamp=activation_clamp,
-            fast_math=fast_math, l1_natural_layout=l1_natural_layout, z=z,
-        )  # fmt: skip
+            y=y, cumulative_local_expert_recv_stats=stats, z=z, **call.kernel_arguments()
+        )
         return z
     with torch.no_grad():
         x, topk_idx, topk_weights, plan, transport = _staged(buffer, num_tokens)
-        experts, shared = _experts(
-            buffer,
-            l1_weights,
-            l2_weights,
-            shared_l1_weights,
-            shared_l2_weights,
-            activation_clamp,
-            l1_natural_layout,
-        )
         z = None
         if keep_z:
             received = sum(transport.local_counts())
             z = _empty_z(buffer, received if z_rows is None else z_rows)
             z[received:].zero_()
-        y.copy_(reference.run_forward(x, topk_idx, topk_weights, plan, transport, experts, shared, z))
+        y.copy_(reference.run_forward(x, topk_idx, topk_weights, plan, transport, *call.experts(), z))
         if stats is not None:
             stats += torch.tensor(transport.local_counts(), dtype=torch.int32, device=y.device)
     return z
@@ -178,11 +215,14 @@ def bf16_mega_moe_backward(
         ValueError: a tensor or argument outside its limits; ``accumulate`` with bf16 dW.
         RuntimeError: more tokens than the buffer is sized for, a destroyed buffer, a peer that does not come.
     """
-    _backward(
-        dx, dw1, dw2, dtopk, dy, l1_weights, l2_weights, sym_buffer,
-        shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights,
-        activation, activation_clamp, fast_math, dw_natural_layout, l1_natural_layout, accumulate,
+    call = _Call(
+        l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
+        activation, activation_clamp, fast_math, l1_natural_layout,
     )  # fmt: skip
+    outputs = _Outputs(
+        dx, dw1, dw2, dtopk, shared_dw1_weights, shared_dw2_weights, accumulate, dw_natural_layout
+    )
+    _backward(call, outputs, dy)
 
 
 def backward_from_z(
@@ -200,68 +240,71 @@ def backward_from_z(
     Raises:
         ValueError: also a ``z`` that the forward of this buffer and routing can't have kept.
     """
-    _backward(
-        dx, dw1, dw2, dtopk, dy, l1_weights, l2_weights, sym_buffer,
-        shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights,
-        activation_clamp=activation_clamp, accumulate=accumulate, z=z,
+    call = _Call(
+        l1_weights, l2_weights, sym_buffer, shared_l1_weights, shared_l2_weights,
+        activation_clamp=activation_clamp,
     )  # fmt: skip
+    outputs = _Outputs(dx, dw1, dw2, dtopk, shared_dw1_weights, shared_dw2_weights, accumulate)
+    _backward(call, outputs, dy, z)
 
 
-def _backward(
-    dx: Tensor, dw1: Tensor | None, dw2: Tensor | None, dtopk: Tensor, dy: Tensor,
-    l1_weights: Tensor, l2_weights: Tensor, buffer: SymmBuffer,
-    shared_l1_weights: Tensor | None, shared_l2_weights: Tensor | None,
-    shared_dw1_weights: Tensor | None, shared_dw2_weights: Tensor | None,
-    activation: str = "swiglu", activation_clamp: float | None = None, fast_math: bool = True,
-    dw_natural_layout: bool = True, l1_natural_layout: bool = True, accumulate: bool = False,
-    z: Tensor | None = None,
-) -> None:  # fmt: skip
-    validation.check_buffer(buffer)
-    _check_call(buffer, l1_weights, l2_weights, activation, activation_clamp)
-    shared_inter = validation.check_shared_weights(shared_l1_weights, shared_l2_weights, buffer)
-    _check_layouts(
-        buffer, shared_inter, l1_natural_layout=l1_natural_layout, dw_natural_layout=dw_natural_layout
-    )
+@dataclass(frozen=True)
+class _Outputs:
+    """What a backward writes, by the public function's names."""
+
+    dx: Tensor
+    dw1: Tensor | None
+    dw2: Tensor | None
+    dtopk: Tensor
+    shared_dw1_weights: Tensor | None
+    shared_dw2_weights: Tensor | None
+    accumulate: bool
+    dw_natural_layout: bool = True
+
+    def check(self, num_tokens: int, shared_inter: int | None, buffer: SymmBuffer) -> None:
+        """Refuse what is outside its limits."""
+        validation.check_token_grads(self.dx, self.dtopk, num_tokens, buffer)
+        validation.check_weight_grads(self.dw1, self.dw2, buffer, self.accumulate)
+        validation.check_shared_weight_grads(
+            self.shared_dw1_weights, self.shared_dw2_weights, shared_inter, buffer, self.accumulate
+        )
+
+    def weight_grads(self) -> tuple[WeightGrad, WeightGrad]:
+        """Those of the routed experts, as the reference takes them."""
+        return self._pair(self.dw1, self.dw2)
+
+    def shared_weight_grads(self) -> tuple[WeightGrad, WeightGrad]:
+        """Those of the shared expert, as the reference takes them."""
+        dw1, dw2 = self.shared_dw1_weights, self.shared_dw2_weights
+        return self._pair(
+            None if dw1 is None else dw1.unsqueeze(0), None if dw2 is None else dw2.unsqueeze(0)
+        )
+
+    def _pair(self, dw1: Tensor | None, dw2: Tensor | None) -> tuple[WeightGrad, WeightGrad]:
+        return WeightGrad(dw1, self.accumulate, not self.dw_natural_layout), WeightGrad(dw2, self.accumulate)
+
+
+def _backward(call: _Call, outputs: _Outputs, dy: Tensor, z: Tensor | None = None) -> None:
+    buffer = call.sym_buffer
+    shared_inter = call.check(dw_natural_layout=outputs.dw_natural_layout)
     num_tokens = validation.check_rows("dy", dy, buffer)
-    validation.check_token_grads(dx, dtopk, num_tokens, buffer)
-    validation.check_weight_grads(dw1, dw2, buffer, accumulate)
-    validation.check_shared_weight_grads(
-        shared_dw1_weights, shared_dw2_weights, shared_inter, buffer, accumulate
-    )
+    outputs.check(num_tokens, shared_inter, buffer)
     if buffer.backend != "reference":
         if z is not None:
             validation.check_kept_z(z, buffer.pool_rows, buffer)
-        _kernel(buffer, _BACKWARD).backward(
-            dx=dx, dw1=dw1, dw2=dw2, dtopk=dtopk, dy=dy, l1_weights=l1_weights, l2_weights=l2_weights,
-            sym_buffer=buffer, shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights,
-            shared_dw1_weights=shared_dw1_weights, shared_dw2_weights=shared_dw2_weights,
-            activation_clamp=activation_clamp, fast_math=fast_math, dw_natural_layout=dw_natural_layout,
-            l1_natural_layout=l1_natural_layout, accumulate=accumulate, z=z,
-        )  # fmt: skip
+        _kernel(buffer, _BACKWARD).backward(dy=dy, z=z, **vars(outputs), **call.kernel_arguments())
         return
     with torch.no_grad():
         x, topk_idx, topk_weights, plan, transport = _staged(buffer, num_tokens)
-        experts, shared = _experts(
-            buffer,
-            l1_weights,
-            l2_weights,
-            shared_l1_weights,
-            shared_l2_weights,
-            activation_clamp,
-            l1_natural_layout,
-        )
+        experts, shared = call.experts()
         if z is not None:
             validation.check_kept_z(z, sum(transport.local_counts()), buffer)
-        shared_dw1 = None if shared_dw1_weights is None else shared_dw1_weights.unsqueeze(0)
-        shared_dw2 = None if shared_dw2_weights is None else shared_dw2_weights.unsqueeze(0)
-        interleaved = not dw_natural_layout
-        dx_result, dtopk_result = reference.run_backward(
-            dy, x, topk_idx, topk_weights, plan, transport, experts,
-            WeightGrad(dw1, accumulate, interleaved), WeightGrad(dw2, accumulate), shared,
-            WeightGrad(shared_dw1, accumulate, interleaved), WeightGrad(shared_dw2, accumulate), z,
+        dx, dtopk = reference.run_backward(
+            dy, x, topk_idx, topk_weights, plan, transport, experts, *outputs.weight_grads(),
+            shared, *outputs.shared_weight_grads(), z,
         )  # fmt: skip
-        dx.copy_(dx_result)
-        dtopk.copy_(dtopk_result)
+        outputs.dx.copy_(dx)
+        outputs.dtopk.copy_(dtopk)
 
 
 def transform_weights_for_mega_moe(
@@ -304,20 +347,6 @@ def _kernel(buffer: SymmBuffer, name: str) -> ModuleType:
     return buffer.kernels[name]
 
 
-def _check_call(buffer: SymmBuffer, l1: Tensor, l2: Tensor, activation: str, clamp: float | None) -> None:
-    validation.check_activation(activation)
-    validation.check_clamp(clamp)
-    validation.check_weights(l1, l2, buffer)
-
-
-def _check_layouts(buffer: SymmBuffer, shared_inter: int | None, **natural_layouts: bool) -> None:
-    for argument, natural in natural_layouts.items():
-        if not natural:
-            validation.check_interleaved(buffer.intermediate_hidden, argument)
-            if shared_inter is not None:
-                validation.check_interleaved(shared_inter, argument)
-
-
 def _empty_z(buffer: SymmBuffer, rows: int) -> Tensor:
     return torch.empty(rows, 2 * buffer.intermediate_hidden, dtype=buffer.x.dtype, device=buffer.x.device)
 
@@ -332,15 +361,3 @@ def _staged(buffer: SymmBuffer, num_tokens: int) -> tuple[Tensor, Tensor, Tensor
     else:
         plan, transport = plan_over_group(buffer.group, topk_idx, buffer.num_experts)
     return buffer.x[:num_tokens], topk_idx, buffer.topk_weights[:num_tokens], plan, transport
-
-
-def _experts(
-    buffer: SymmBuffer, l1: Tensor, l2: Tensor, shared_l1: Tensor | None, shared_l2: Tensor | None,
-    clamp: float | None, natural: bool,
-) -> tuple[Experts, Experts | None]:  # fmt: skip
-    rounding = BF16_ROUNDING if buffer.mma_type == "bf16xbf16" else NO_ROUNDING
-    shared = None if shared_l1 is None or shared_l2 is None else (shared_l1, shared_l2)
-    return (
-        Experts(l1, l2, clamp, rounding, not natural),
-        reference.shared_experts(shared, clamp, rounding, not natural),
-    )
