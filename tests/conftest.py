@@ -8,6 +8,7 @@ same effect on `gpu`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -41,3 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason is not None:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def no_shared_buffers() -> Iterator[None]:
+    """Layers of the test find no buffer of another test, and leave none."""
+    from prime_kernels.module import release_buffers
+
+    release_buffers()
+    yield
+    release_buffers()

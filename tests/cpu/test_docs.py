@@ -7,14 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torchtitan_library
 
-from prime_kernels import cli, module
+from prime_kernels import cli
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "patches" / "README.md"]
@@ -49,12 +48,6 @@ def blocks(language: str, pages: list[Path]) -> list[object]:
     ]
     assert found
     return found
-
-
-@pytest.fixture
-def no_shared_buffers() -> Iterator[None]:
-    yield
-    module.release_buffers()
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python", PAGES[1:]))

@@ -446,3 +446,11 @@ def _refusals(rank: int, size: int) -> None:
 @four_ranks
 def test_what_does_not_fit_is_refused(world: GlooWorld) -> None:
     world.run(_refusals)
+
+
+def test_clipping_one_tensor() -> None:
+    """As torch's own, which takes a tensor in the place of several."""
+    weight = nn.Parameter(torch.zeros(3, 4))
+    weight.grad = torch.full((3, 4), 2.0)
+    assert_close(clip_grad_norm_(weight, 1.0), torch.tensor(48.0).sqrt(), EXACT)
+    assert_close(weight.grad.norm(), torch.tensor(1.0), 1e-6)

@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,14 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from prime_kernels import MegaMoE, SymmBuffer, shared_buffers
 from prime_kernels.module import release_buffers
 
+pytestmark = pytest.mark.usefixtures("no_shared_buffers")
+
 EXACT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def _no_shared_buffers() -> Iterator[None]:
-    release_buffers()
-    yield
-    release_buffers()
 
 
 def make_module(shape: Shape = SMALL, dtype: torch.dtype = torch.float64, **kwargs: Any) -> MegaMoE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from op_helpers import (
     record_calls,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import prime_kernels
 from prime_kernels import custom_ops, mega_moe, op, symm
@@ -209,6 +211,43 @@ def test_no_second_derivative() -> None:
     y = call(inputs, make_buffer(SMALL))
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(y.sum(), inputs.x, create_graph=True)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "functionalize"])
+def test_transforms_of_torch_func_are_refused(transform: str) -> None:
+    buffer = make_buffer(SMALL)
+    inputs = make_inputs(SMALL, 3)
+    x = inputs.x.detach()
+
+    def f(x: Tensor) -> Tensor:
+        return call(replace(inputs, x=x), buffer).sum()
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"no rules for the transforms of torch\.func"):
+        if transform == "jvp":
+            torch.func.jvp(f, (x,), (x,))
+        else:
+            getattr(torch.func, transform)(f)(x[None] if transform == "vmap" else x)
+
+
+@pytest.mark.parametrize("mode", ["fake", "grad", "inference"])
+def test_a_buffer_built_inside_a_mode_serves_outside(mode: str) -> None:
+    built = []
+
+    def build(x: Tensor) -> Tensor:
+        built.append(make_buffer(SMALL))
+        return x.sum()
+
+    x = torch.ones(3)
+    if mode == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            build(x)
+    elif mode == "grad":
+        torch.func.grad(build)(x)
+    else:
+        with torch.inference_mode():
+            build(x)
+    inputs = make_inputs(SMALL, 7)
+    assert torch.equal(call(inputs, built[0]), call(inputs, make_buffer(SMALL)))
 
 
 # ---- one buffer, many calls

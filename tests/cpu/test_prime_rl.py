@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +35,8 @@ from prime_kernels import runtime
 from prime_kernels.integrations import prime_rl, prime_rl_dispatcher
 from prime_kernels.integrations.grouped_experts import allocate_main_grads, expert_weights
 from prime_kernels.integrations.prime_rl import MegaMoEDispatchConfig, dispatch_config
-from prime_kernels.module import release_buffers
+
+pytestmark = pytest.mark.usefixtures("no_shared_buffers")
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,13 +46,6 @@ else:
 REPO = Path(__file__).resolve().parents[2]
 EXACT = 1e-12
 BF16_TOLERANCE = 1e-2  # of a loop in float64 that rounds nothing
-
-
-@pytest.fixture(autouse=True)
-def _no_shared_buffers() -> Iterator[None]:
-    release_buffers()
-    yield
-    release_buffers()
 
 
 # ---- the config
@@ -148,9 +141,7 @@ def test_contradictory_fields(fields: str, message: str) -> None:
         ('precision = "mxfp8"\nfree_bf16_expert_weights = true', "mega_moe_mxfp8_backward, for SM100"),
     ],
 )
-def test_a_precision_that_is_not_built(
-    fields: str, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_precision_that_is_not_built(fields: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything else is right: it is the one thing refused, and accepted once the kernels are there."""
     with pytest.raises(ValidationError, match=rf'precision is "\w+".*{kernels}.*not in version'):
         parse(fields)
@@ -501,5 +492,3 @@ def test_the_example_trains() -> None:
     losses = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 20
     assert losses[-1] < 0.9 * losses[0]
-
-

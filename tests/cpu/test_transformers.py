@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,14 @@ from prime_kernels.integrations import transformers as integration
 from prime_kernels.integrations.transformers import apply, build_buffers, revert
 from prime_kernels.module import release_buffers
 
+pytestmark = pytest.mark.usefixtures("no_shared_buffers")
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transformers_qwen3_moe.py"
 
 TOKENS = BATCH * SEQUENCE
 
 # Relative Frobenius norm: the same formula in another order of summation.
 FP32_TOLERANCE = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def _no_shared_buffers() -> Iterator[None]:
-    yield
-    release_buffers()
 
 
 def make_pair(config: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, Any]:
@@ -189,9 +184,7 @@ def test_compiled_before_there_is_a_buffer() -> None:
 
 
 def layout_of(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: (value.shape, value.dtype, value.data_ptr()) for name, value in model.state_dict().items()
-    }
+    return {name: (value.shape, value.dtype, value.data_ptr()) for name, value in model.state_dict().items()}
 
 
 def test_generate(calls: CountedCalls) -> None:

@@ -8,14 +8,14 @@ import time
 
 import pytest
 import torch
-from sm90_cases import BF16, DEVICE, FP32, SHAPES, Case, check, compile_all, make_case
+from sm90_cases import BF16, DEVICE, FP32, SHAPES, Case, check, make_case
 from torch import Tensor
 from virtual_world import Outputs, World, judge
 
 from prime_kernels.exchange import ExchangeShape
 from prime_kernels.sm90 import Sm90Rank
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels")]
 
 STEPS = 1000
 RANKS, EXPERTS, TOPK, TOKENS = 4, 8, 4, 160
@@ -29,11 +29,6 @@ JITTER_CYCLES = 150_000  # up to about 80 us: a few launches late
 LONG_JITTER_SHARE = 0.005
 LONG_JITTER_CYCLES = 4_000_000  # about 2 ms: ten steps late
 LATE_CYCLES = 3_000_000_000  # more than a second at any clock of the GPU
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
 
 
 @dataclasses.dataclass

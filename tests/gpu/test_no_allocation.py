@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sm90_cases import BF16, DEVICE, FP32, Case, check, compile_all, make_case
+from sm90_cases import BF16, DEVICE, FP32, Case, check, make_case
 from test_sm90_bf16 import make_buffer, stage
 from torch import Tensor
 
@@ -14,16 +14,11 @@ from prime_kernels import SymmBuffer, bf16_mega_moe, bf16_mega_moe_backward
 from prime_kernels.bf16 import backward_from_z, forward_keeping_z
 from prime_kernels.reference import deinterleave_gate_up, interleave_gate_up
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels")]
 
 TOKENS, EXPERTS, TOPK, HIDDEN, INTER = 320, 8, 4, 512, 256
 STEPS = 3
 MIB = 2**20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
 
 
 class Counters:

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from prime_rl_cases import Experts, FusedExperts, Layer, make_config
-from sm90_cases import BF16, DEVICE, SHAPES, Case, check, compile_all, make_case
+from sm90_cases import BF16, DEVICE, SHAPES, Case, check, make_case
 from torch import Tensor, nn
 
 from prime_kernels import runtime
 from prime_kernels.integrations.grouped_experts import allocate_main_grads
 from prime_kernels.integrations.prime_rl_dispatcher import MegaMoEDispatcher
-from prime_kernels.module import release_buffers
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("sm90_kernels", "settings_undone", "no_shared_buffers"),
+]
 
 TOKENS, EXPERTS, TOPK = 200, 8, 4
 HIDDEN, INTER = SHAPES[0]
@@ -38,20 +39,6 @@ class Settings:
     num_sms: int | None = None
     num_reserved_sms: int = 16
     capacity_factor: float = 1.25
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
-
-
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test sets is undone."""
-    for name in ("_num_sms", "_pool_capacity_factor"):
-        monkeypatch.setattr(runtime, name, getattr(runtime, name))
-    yield
-    release_buffers()
 
 
 def make_layer(case: Case, kind: type[nn.Module] = Experts, config: Any = None, **settings: Any) -> Layer:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sm90_cases import BF16, DEVICE, FP32, SHAPES, compile_all, make_case, same_bits
+from sm90_cases import BF16, DEVICE, FP32, SHAPES, make_case, same_bits
 from virtual_world import judge, world_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels")]
 
 EXAMPLES = int(os.environ.get("RANDOM_RUNS", "24"))
 MAX_LOCAL_EXPERTS = 6
@@ -25,11 +25,6 @@ TOKENS = (0, 1, 45, 127, 128, 129, 255, 256, 257)
 ROUTING = ("even", "random", "masked", "none", "one", "skewed")
 FROZEN = ((), ("dw1",), ("dw2",), ("dw1", "dw2"))
 DELAY_CYCLES = 2_000_000  # about 1 ms
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,12 @@ class Share:
         self.stage(buffer)
         self.backward(buffer)
 
+    def judged_step(self, buffer: SymmBuffer) -> None:
+        """A step that is waited for, and its outputs against float64; collective."""
+        self.step(buffer)
+        buffer.check()
+        self.judge()
+
     def judge(self) -> None:
         """The outputs of all ranks against float64; collective."""
         gathered = [[part.to(sm90_cases.DEVICE) for part in self.ranks.gather(out)] for out in self.outputs()]
@@ -183,9 +189,7 @@ def share_of(
 ) -> Share:  # fmt: skip
     """Of a case of the given kind over all ranks."""
     counts, experts = ranks.counts(pattern), local_experts * ranks.size
-    return Share(
-        ranks, make_case(sum(counts), experts, topk, *sizes, kind, clamp=clamp, seed=seed), counts
-    )
+    return Share(ranks, make_case(sum(counts), experts, topk, *sizes, kind, clamp=clamp, seed=seed), counts)
 
 
 def test_every_rank_sees_the_memory_of_all(ranks: Ranks) -> None:
@@ -196,9 +200,7 @@ def test_every_rank_sees_the_memory_of_all(ranks: Ranks) -> None:
     assert memory._mapping is not None
     assert len(set(memory._peers)) == ranks.size
     assert memory._peers[ranks.rank] == memory.storage.data_ptr()
-    share.step(buffer)
-    buffer.check()
-    share.judge()
+    share.judged_step(buffer)
     buffer.destroy()
 
 
@@ -227,9 +229,7 @@ def test_edges(
 ) -> None:
     share = share_of(ranks, pattern, local_experts, topk, kind, clamp)
     buffer = buffer_for(share)
-    share.step(buffer)
-    buffer.check()
-    share.judge()
+    share.judged_step(buffer)
     buffer.destroy()
 
 
@@ -265,9 +265,7 @@ def test_two_layers_over_one_buffer_and_another_beside_it(ranks: Ranks) -> None:
     base.check()
     first.judge()
     second.judge()
-    second.step(other)
-    other.check()
-    second.judge()
+    second.judged_step(other)
     other.destroy()
     base.destroy()
 
@@ -276,9 +274,7 @@ def test_destroy_and_build_again_over_a_new_group(ranks: Ranks) -> None:
     for seed in range(2):
         share = share_of(ranks, seed=seed)
         buffer = buffer_for(share)
-        share.step(buffer)
-        buffer.check()
-        share.judge()
+        share.judged_step(buffer)
         buffer.destroy()
         dist.destroy_process_group()
         ranks.join()
@@ -321,9 +317,7 @@ def test_many_steps_beside_all_reduces(ranks: Ranks) -> None:
     runtime.set_num_sms(sms - RESERVED_SMS)
     share = share_of(ranks)
     buffer = buffer_for(share)
-    share.step(buffer)
-    buffer.check()
-    share.judge()
+    share.judged_step(buffer)
     first = [output.clone() for output in share.outputs()]
     wrong = torch.zeros(len(first), dtype=torch.int64, device=device)
     side = torch.cuda.Stream(device)
@@ -347,9 +341,7 @@ def test_many_steps_beside_all_reduces(ranks: Ranks) -> None:
 def test_a_late_rank_changes_no_bit(peers: Ranks) -> None:
     share = share_of(peers)
     buffer = buffer_for(share)
-    share.step(buffer)
-    buffer.check()
-    share.judge()
+    share.judged_step(buffer)
     first = [output.clone() for output in share.outputs()]
     last = peers.size - 1
     for late, on_the_host in ((last, False), (0, False), (last, True)):
@@ -393,7 +385,5 @@ def test_a_rank_that_stays_away_is_named(peers: Ranks, direction: str) -> None:
     peers.all_agree(in_time, "time to raise")
     buffer.reset()
     runtime.set_timeout_seconds(TIMEOUT_SECONDS)
-    share.step(buffer)
-    buffer.check()
-    share.judge()
+    share.judged_step(buffer)
     buffer.destroy()

@@ -15,7 +15,6 @@ from sm90_cases import (
     FP32,
     Case,
     check,
-    compile_all,
     make_case,
     poison_bytes,
     poisoned,
@@ -34,22 +33,10 @@ from prime_kernels import (
 from prime_kernels.exchange import FLAGS_BYTES
 from prime_kernels.reference import deinterleave_gate_up, interleave_gate_up
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels", "settings_undone")]
 
 TOKENS = 320
 SLEEP_CYCLES = 200_000_000  # about 0.1 s
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
-
-
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test sets is undone."""
-    for name in ("_backend", "_num_sms", "_timeout_seconds", "_pool_capacity_factor", "_synchronous_checks"):
-        monkeypatch.setattr(runtime, name, getattr(runtime, name))
 
 
 def make_buffer(case: Case, tokens: int = TOKENS, base: SymmBuffer | None = None) -> SymmBuffer:
@@ -256,9 +243,7 @@ def test_interleaved_layouts(accumulate: bool) -> None:
     assert same_bits(plain_y, forward(buffer, interleaved, l1_natural_layout=False))
     if initial is not None:
         initial |= {name: interleave_gate_up(initial[name]) for name in ("dw1", "shared_dw1")}
-    got = backward(
-        buffer, interleaved, initial=initial, l1_natural_layout=False, dw_natural_layout=False
-    )
+    got = backward(buffer, interleaved, initial=initial, l1_natural_layout=False, dw_natural_layout=False)
     for name, value in got.items():
         assert value is not None
         natural = deinterleave_gate_up(value) if name in ("dw1", "shared_dw1") else value

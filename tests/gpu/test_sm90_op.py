@@ -8,25 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import BF16, Case, check, compile_all, make_case
+from sm90_cases import BF16, Case, check, make_case
 from test_sm90_bf16 import TOKENS, make_buffer, poison
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from prime_kernels import SymmBuffer, bf16, mega_moe, op, runtime
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
-
-
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test sets is undone."""
-    monkeypatch.setattr(runtime, "_pool_capacity_factor", runtime._pool_capacity_factor)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels", "settings_undone")]
 
 
 def run_op(case: Case, buffer: SymmBuffer, frozen: tuple[str, ...] = (), **options: Any) -> dict[str, Tensor]:

@@ -8,28 +8,17 @@ import time
 import pytest
 import torch
 from beside import Collective
-from sm90_cases import BF16, DEVICE, FP32, Case, check, compile_all, make_case, poisoned, same_bits
+from sm90_cases import BF16, DEVICE, FP32, Case, check, make_case, poisoned, same_bits
 from test_sm90_bf16 import judge_backward, make_buffer, stage
 from virtual_world import World, judge, world_of
 
 from prime_kernels import bf16_mega_moe, bf16_mega_moe_backward, runtime
 from prime_kernels.exchange import ExchangeShape
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels", "settings_undone")]
 
 HELD_SECONDS = 0.03
 WAIT_SECONDS = 5.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
-
-
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test sets is undone."""
-    monkeypatch.setattr(runtime, "_num_sms", runtime._num_sms)
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ The library's own experts are the reference: in fp32, and in bf16 for how large 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from sm90_cases import BF16, DEVICE, SHAPES, compile_all
+from sm90_cases import BF16, DEVICE, SHAPES
 from torch import Tensor, nn
 from transformers_cases import (
     BATCH,
@@ -29,9 +28,8 @@ from transformers_cases import (
 )
 
 from prime_kernels.integrations.transformers import apply, build_buffers, revert
-from prime_kernels.module import release_buffers
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels", "no_shared_buffers")]
 
 EXPERTS, SEQUENCE = 8, 65
 TOKENS = BATCH * SEQUENCE
@@ -44,17 +42,6 @@ SHAPE_OF_FAMILY = dict(zip(CONFIGS, (SHAPES[0], SHAPES[1], SHAPES[0]), strict=Tr
 FIRST_LOSS_TOLERANCE, LOGITS_TOLERANCE, GRADIENT_TOLERANCE = 2e-3, 1e-2, 3e-2
 # Of two bf16 trainings of four steps, in which rounding adds up.
 LOSS_TOLERANCE = 5e-2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
-
-
-@pytest.fixture(autouse=True)
-def _no_shared_buffers() -> Iterator[None]:
-    yield
-    release_buffers()
 
 
 @pytest.fixture

@@ -7,24 +7,13 @@ import math
 
 import pytest
 import torch
-from sm90_cases import BF16, DEVICE, Case, check, compile_all, make_case, relative_error, same_bits
+from sm90_cases import BF16, DEVICE, Case, check, make_case, relative_error, same_bits
 from test_sm90_bf16 import TOKENS, backward, forward, judge_backward, make_buffer, poison, run_both, stage
 from torch import Tensor
 
 from prime_kernels import runtime
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
-
-
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test sets is undone."""
-    monkeypatch.setattr(runtime, "_num_sms", runtime._num_sms)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels", "settings_undone")]
 
 
 def with_rows(rows: tuple[int, ...], shape: tuple[int, int] = (512, 256), clamp: float | None = None) -> Case:

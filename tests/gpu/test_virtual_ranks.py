@@ -6,19 +6,14 @@ import time
 
 import pytest
 import torch
-from sm90_cases import BF16, DEVICE, compile_all, make_case, same_bits
-from virtual_world import SHORT_TIMEOUT_SECONDS, judge, world_of
+from sm90_cases import BF16, DEVICE, Case, make_case, same_bits
+from virtual_world import SHORT_TIMEOUT_SECONDS, Outputs, World, judge, world_of
 
 from prime_kernels.sm90 import Sm90Rank
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90_kernels")]
 
 DELAY_CYCLES = 20_000_000  # about 10 ms
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    compile_all()
 
 
 @pytest.mark.parametrize("keep_z", [False, True])
@@ -129,14 +124,20 @@ def test_a_rank_that_never_launches_is_named(direction: str) -> None:
     judge(world_of(counts, 8, 2, 512, 256).step(case, counts), case)
 
 
-def test_pools_that_are_too_small_are_reported_with_the_rows_needed() -> None:
-    """Rank 1 alone receives too much; its peers learn that it gave up."""
-    counts = [512, 512]
+def staged_with_small_pools(counts: list[int]) -> tuple[Case, World, Outputs]:
+    """Two ranks that are about to run out of pool rows: all tokens go to the second."""
     case = make_case(sum(counts), 4, 2, 512, 256, "one")
     world = world_of(counts, 4, 2, 512, 256, timeout_seconds=SHORT_TIMEOUT_SECONDS, pool_blocks=8)
     world.stage(case, counts)
     out = world.poisoned_outputs(case, counts)
     torch.cuda.synchronize()
+    return case, world, out
+
+
+def test_pools_that_are_too_small_are_reported_with_the_rows_needed() -> None:
+    """Rank 1 alone receives too much; its peers learn that it gave up."""
+    counts = [512, 512]
+    case, world, out = staged_with_small_pools(counts)
     world.launch(lambda index, rank: world.forward(index, case, out))
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="rank 0, step 1: the peer gave up: peer 1"):
@@ -148,12 +149,7 @@ def test_pools_that_are_too_small_are_reported_with_the_rows_needed() -> None:
 
 def test_a_full_pool_never_hangs_the_backward() -> None:
     """Both CTAs of a cluster stop, whichever sees the fault first: or one waits for the other without end."""
-    counts = [512, 512]
-    case = make_case(sum(counts), 4, 2, 512, 256, "one")
-    world = world_of(counts, 4, 2, 512, 256, timeout_seconds=SHORT_TIMEOUT_SECONDS, pool_blocks=8)
-    world.stage(case, counts)
-    out = world.poisoned_outputs(case, counts)
-    torch.cuda.synchronize()
+    case, world, out = staged_with_small_pools([512, 512])
     for _ in range(100):
         world.launch(lambda index, rank: world.backward(index, case, out))
         torch.cuda.synchronize()
