@@ -82,14 +82,19 @@ def mega_moe(
     Raises:
         ValueError: wrong dtype, shape, device or stride; unknown precision or ``keep``; an unfit
             ``main_grad``.
-        RuntimeError: more tokens than the buffer holds; a precision without a kernel; a dead buffer; in the
-            backward, ``create_graph=True``.
+        RuntimeError: more tokens than the buffer holds; a precision without a kernel; a dead buffer; inside
+            a transform of ``torch.func``; in the backward, ``create_graph=True``.
     """
     _check_precision(precision, getattr(buffer, "mma_type", None))
     if not isinstance(buffer, SymmBuffer):
         # The ops take handles, and another copy of this package counts its own.
         raise ValueError(f"buffer is a {type(buffer).__module__}.{type(buffer).__name__}, needs {SymmBuffer}")
     check_keep(keep)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "mega_moe has no rules for the transforms of torch.func (grad, vmap, jvp and others); "
+            "call it outside of them and use torch.autograd"
+        )
     check_tensors(None, x=x, topk_idx=topk_idx, topk_weights=topk_weights, gate_up=gate_up, down=down)
     shared_gate_up, shared_down = _shared_pair(shared, x)
     weights: list[Tensor | None] = [gate_up, down, shared_gate_up, shared_down]

@@ -8,6 +8,8 @@ import logging
 import math
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import ep, runtime, validation
 from ._dropin import upstream_attribute
@@ -186,8 +189,7 @@ class SymmBuffer:
             assert base.buffer is not None
             device, self.backend = base.buffer.device, base.backend
         validation.check_sizes(self)
-        # Memory made in inference mode could not be staged into outside of it.
-        with torch.inference_mode(False):
+        with _outside_of_modes():
             if self.backend == "reference":
                 self._use_reference(device)
             else:
@@ -348,6 +350,13 @@ def _resolve_group(group: dist.ProcessGroup | None, base: SymmBuffer | None) -> 
     if group is None and base is not None and not base.destroyed:
         return base.group
     return ep.resolve_group(group)
+
+
+@contextmanager
+def _outside_of_modes() -> Iterator[None]:
+    """Memory made in inference mode, of fake tensors or by torch.func is of no use outside of these."""
+    with torch.inference_mode(False), unset_fake_temporarily(), torch._C._DisableFuncTorch():
+        yield
 
 
 def _allocation_device(group: dist.ProcessGroup | None) -> torch.device:

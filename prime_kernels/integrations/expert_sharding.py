@@ -191,7 +191,7 @@ def _place(
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` in the 2-norm, for DTensors of several meshes and plain tensors.
 
     Experts and the rest of a model usually lie on different meshes, whose DTensors torch does not mix.
@@ -205,6 +205,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}, needs a positive number")
+    if isinstance(parameters, Tensor):  # to iterate over it would give its rows, which have no gradients
+        parameters = [parameters]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.zeros(())

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,11 +223,10 @@ def test_transforms_of_torch_func_are_refused(transform: str) -> None:
     def f(x: Tensor) -> Tensor:
         return call(replace(inputs, x=x), buffer).sum()
 
+    arguments = {"jvp": ((x,), (x,)), "vmap": (x[None],)}.get(transform, (x,))
+    apply = partial(torch.func.jvp, f) if transform == "jvp" else getattr(torch.func, transform)(f)
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"no rules for the transforms of torch\.func"):
-        if transform == "jvp":
-            torch.func.jvp(f, (x,), (x,))
-        else:
-            getattr(torch.func, transform)(f)(x[None] if transform == "vmap" else x)
+        apply(*arguments)
 
 
 @pytest.mark.parametrize("mode", ["fake", "grad", "inference"])
