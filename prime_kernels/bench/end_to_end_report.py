@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from .end_to_end_run import (
     VariantResult,
     relative_differences,
 )
+from .record import write_json
 
 JSON_NAME, MARKDOWN_NAME, PNG_NAME = "end-to-end.json", "end-to-end.md", "end-to-end.png"
 GIB = 2**30
@@ -230,10 +230,8 @@ def draw(result: EndToEndResult, path: Path) -> None:
 
 def write_reports(directory: Path, result: EndToEndResult, environment: Mapping[str, str]) -> list[Path]:
     """Write end-to-end.json, .md and .png into ``directory`` (made if missing). Returns their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / name for name in (JSON_NAME, MARKDOWN_NAME, PNG_NAME)]
-    record = json.dumps(as_record(result, environment), indent=1, allow_nan=False) + "\n"
-    paths[0].write_text(record, "utf-8")
+    write_json(paths[0], as_record(result, environment))
     paths[1].write_text(as_markdown(result, environment), "utf-8")
     draw(result, paths[2])
     return paths

@@ -12,6 +12,7 @@ from typing import Any
 from .ep_case import ROWS_OVER_LINKS, EpSize
 from .ep_run import ALONE, CAPACITY_FACTOR, DIRECTIONS, OVER_RANKS, EpResult
 from .layer_case import FLOP_CONVENTION, LayerSize
+from .record import write_json
 from .rounds import Spread
 
 TERAFLOPS_PER_MS = 1e-9  # FLOPs / ms to TFLOP/s
@@ -105,9 +106,8 @@ def _result(record: Mapping[str, Any]) -> EpResult:
 
 def write_record(directory: Path, record: Mapping[str, Any]) -> Path:
     """Write ep<R>.json into ``directory`` (made if missing) and return its path."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"ep{record['ranks']}.json"
-    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
+    write_json(path, record)
     return path
 
 

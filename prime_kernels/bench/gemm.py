@@ -13,7 +13,6 @@ FLOPs are counted as 2 per multiply-add and real row: 2 * rows * N * K.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..gemm import (
 )
 from ..gemm_heuristics import GROUP_ALIGNMENT
 from ..models import model_shape
-from .record import describe_run
+from .record import describe_run, write_json
 from .timing import REPEATS, WARMUPS, host_us, median_ms
 
 PACKAGE = (__package__ or "").partition(".")[0]
@@ -287,8 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "host_us_per_call": host,
             "layers": layers,
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(arguments.json, record)
     return 0
 
 

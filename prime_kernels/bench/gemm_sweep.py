@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from .gemm import (
     layer_load,
     relative_error,
 )
-from .record import describe_run
+from .record import describe_run, write_json
 from .timing import median_ms
 
 # (block_m, block_n, block_k)
@@ -200,8 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is not None:
         command = f"{PACKAGE}.bench.gemm_sweep --load {' '.join(arguments.load)}"
         record = {**describe_run(command, device, arguments.commit), "lines": lines}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(arguments.json, record)
     return 0
 
 

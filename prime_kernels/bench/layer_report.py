@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from .layer_case import FLOP_CONVENTION
 from .layer_contenders import GRAPH, LAUNCH
 from .layer_plot import draw
 from .layer_run import SETTLE, LayerResult
+from .record import write_json
 from .timing import WARMUPS
 
 JSON_NAME, MARKDOWN_NAME, PNG_NAME = "layer.json", "layer.md", "layer.png"
@@ -45,8 +45,8 @@ def method(results: Sequence[LayerResult]) -> str:
     rounds = min(spread.count for spread in results[0].spreads.values())
     return (
         f"median of {rounds} rounds after {WARMUPS}, CUDA events, random data; in every round the kernels, "
-        f"DeepGEMM's products and torch's layers take turns, each {SETTLE} times untimed and then timed, at the "
-        "clocks of its own load"
+        f"DeepGEMM's products and torch's layers take turns, each {SETTLE} times untimed and then timed, at "
+        "the clocks of its own load"
     )
 
 
@@ -250,10 +250,8 @@ def write_texts(
     directory: Path, results: Sequence[LayerResult], environment: Mapping[str, str]
 ) -> list[Path]:
     """Write layer.json and layer.md into ``directory`` (made if missing). Returns their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / name for name in (JSON_NAME, MARKDOWN_NAME)]
-    record = json.dumps(as_record(results, environment), indent=1, allow_nan=False) + "\n"
-    paths[0].write_text(record, "utf-8")
+    write_json(paths[0], as_record(results, environment))
     paths[1].write_text(as_markdown(results, environment), "utf-8")
     return paths
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +54,17 @@ def _git_commit() -> str:
 
 
 def _git(checkout: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(checkout), *arguments]
+    return _output("git", "-C", str(checkout), *arguments)
+
+
+def _driver_version() -> str:
+    """The driver's release as nvidia-smi names it, or "unknown" where nvidia-smi is missing or fails."""
+    said = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return said.partition("\n")[0] or "unknown"
+
+
+def _output(*command: str) -> str:
+    """What a program prints; "" where there is none of that name, or it fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -59,11 +72,11 @@ def _git(checkout: Path, *arguments: str) -> str:
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
-def _driver_version() -> str:
-    """The driver's release as nvidia-smi names it, or "unknown" where nvidia-smi is missing."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(query, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return result.stdout.split("\n")[0].strip() or "unknown"
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a measurement, with its folder where that is missing.
+
+    Raises:
+        ValueError: a value is infinite or NaN.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")

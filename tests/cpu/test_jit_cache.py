@@ -105,6 +105,14 @@ print(compile_kernel(SOURCE, cache_dir=work / "cache").origin)
     assert len((tmp_path / "compiles").read_text().splitlines()) == 1
 
 
+def kill_when_there(started: Path, code: str, directory: Path) -> None:
+    """Run `code`, whose arguments are `directory` and `started`, and kill it once it has made the latter."""
+    process = start_python(code, directory, started)
+    wait_for(started)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
 def test_killed_compile_leaves_nothing_and_blocks_nobody(tmp_path):
     child = (
         TINY_IN_CHILD
@@ -118,10 +126,7 @@ compile_kernel(SOURCE, cache_dir=pathlib.Path(sys.argv[1]))
 """
     )
     directory, started = tmp_path / "cache", tmp_path / "started"
-    process = start_python(child, directory, started)
-    wait_for(started)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_when_there(started, child, directory)
     assert KernelCache(directory).entries() == []
     assert not list(directory.glob("*.cubin"))
     cubin = compile_kernel(tiny_source(), cache_dir=directory)
@@ -147,10 +152,7 @@ compile_kernel(SOURCE, cache_dir=pathlib.Path(sys.argv[1]))
 """
     )
     directory, started = tmp_path / "cache", tmp_path / "started"
-    process = start_python(child, directory, started)
-    wait_for(started)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_when_there(started, child, directory)
     assert len(list(directory.glob("*.cubin"))) == 1
     assert KernelCache(directory).entries() == []
     (temporary,) = directory.glob(f"{cache.TEMPORARY_PREFIX}*")

@@ -75,11 +75,14 @@ def grads_of(layers: list[Inputs]) -> list[list[Tensor]]:
     return [[layers[0].x.grad]] + [[leaf.grad for leaf in layer.leaves()[1:]] for layer in layers]
 
 
-def _rank_step(
-    rank: int, size: int, counts: tuple[int, ...], mode: str | None, backend: str | None
-) -> tuple[Tensor, list[list[Tensor]]]:
+def rank_step(
+    rank: int, size: int, counts: tuple[int, ...], mode: str | None, backend: str | None,
+    keep: str | None = None,
+) -> tuple[Tensor, list[list[Tensor]]]:  # fmt: skip
+    """One rank's part of the model: y, and what :func:`grads_of` gives."""
     layers = [local_part(layer, rank, counts) for layer in global_layers(size, sum(counts))]
-    function = partial(run_model, function=partial(call, buffer=make_buffer(shape_of(size))), mode=mode)
+    layer = partial(call, buffer=make_buffer(shape_of(size)), keep=keep)
+    function = partial(run_model, function=layer, mode=mode)
     if backend is not None:
         torch._dynamo.reset()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
@@ -111,19 +114,19 @@ TWO_RANKS = pytest.mark.parametrize("world", [2], indirect=True, ids=["2ranks"])
 @TWO_RANKS
 @pytest.mark.parametrize("counts", [(5, 3), (0, 8), (8, 0), (0, 0), (1, 8)])
 def test_two_ranks(world: GlooWorld, counts: tuple[int, ...]) -> None:
-    check(world.run(_rank_step, counts, None, None), counts)
+    check(world.run(rank_step, counts, None, None), counts)
 
 
 @pytest.mark.parametrize("world", [4], indirect=True, ids=["4ranks"])
 def test_four_ranks(world: GlooWorld) -> None:
     counts = (3, 0, 8, 1)
-    check(world.run(_rank_step, counts, None, None), counts)
+    check(world.run(rank_step, counts, None, None), counts)
 
 
 @TWO_RANKS
 @pytest.mark.parametrize("mode", list(MODES))
 def test_checkpointing(world: GlooWorld, mode: str) -> None:
-    check(world.run(_rank_step, (7, 0), mode, None), (7, 0))
+    check(world.run(rank_step, (7, 0), mode, None), (7, 0))
 
 
 @TWO_RANKS
@@ -131,7 +134,7 @@ def test_checkpointing(world: GlooWorld, mode: str) -> None:
 @pytest.mark.parametrize("mode", [None, "full"])
 def test_compiled_with_a_rank_without_tokens(world: GlooWorld, mode: str | None, backend: str) -> None:
     """It hangs where the compiler drops or repeats calls on one rank only."""
-    check(world.run(_rank_step, (7, 0), mode, backend), (7, 0))
+    check(world.run(rank_step, (7, 0), mode, backend), (7, 0))
 
 
 def _jittery_steps(rank: int, size: int, steps: int) -> float:

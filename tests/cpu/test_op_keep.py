@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,7 +27,7 @@ from op_helpers import (
 )
 from test_op_checkpoint import MODES, layer_grads, model
 from test_op_compile import INDUCTOR, compiled, two_layers
-from test_op_ep import TWO_RANKS, check, global_layers, grads_of, local_part, run_model, shape_of
+from test_op_ep import TWO_RANKS, check, rank_step
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -377,25 +375,11 @@ def test_compile_two_layers_over_one_buffer(
 # ---- expert parallel, module
 
 
-def _rank_step(
-    rank: int, size: int, counts: tuple[int, ...], mode: str | None, backend: str | None
-) -> tuple[Tensor, list[list[Tensor]]]:
-    layers = [local_part(layer, rank, counts) for layer in global_layers(size, sum(counts))]
-    function = partial(run_model, function=partial(keep_z, buffer=make_buffer(shape_of(size))), mode=mode)
-    if backend is not None:
-        torch._dynamo.reset()
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
-        function = torch.compile(function, backend=backend, fullgraph=True)
-    y = function(layers)
-    y.square().sum().backward()
-    return y.detach(), grads_of(layers)
-
-
 @TWO_RANKS
 @pytest.mark.parametrize("counts", [(5, 3), (0, 8), (0, 0)])
 @pytest.mark.parametrize(("mode", "backend"), [(None, None), ("full", None), (None, "aot_eager")])
 def test_two_ranks(world: GlooWorld, counts: tuple[int, ...], mode: str | None, backend: str | None) -> None:
-    check(world.run(_rank_step, counts, mode, backend), counts)
+    check(world.run(rank_step, counts, mode, backend, "z"), counts)
 
 
 def test_module(monkeypatch: pytest.MonkeyPatch) -> None:
