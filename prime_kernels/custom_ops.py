@@ -99,7 +99,8 @@ def _stage(buffer: SymmBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
     if num_tokens > buffer.num_max_tokens_per_rank:
         raise RuntimeError(
             f"buffer is sized for {buffer.num_max_tokens_per_rank} tokens/rank, got {num_tokens}; build it "
-            f"with num_max_tokens_per_rank >= {num_tokens} on every rank"
+            f"with num_max_tokens_per_rank >= {num_tokens} on every rank (of MegaMoE and the integrations: "
+            "max_tokens_per_rank)"
         )
     for _, tensor, region, _ in inputs:
         region[:num_tokens].copy_(tensor)

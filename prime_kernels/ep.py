@@ -44,8 +44,8 @@ def _of_live_group(question: Callable[[dist.ProcessGroup], int], group: dist.Pro
         return question(group)
     except ValueError as error:  # torch no longer knows it
         raise RuntimeError(
-            "the process group was destroyed; build the buffer anew over a live group (of a MegaMoE: set its "
-            f"group): {error}"
+            "the process group was destroyed; build the buffer anew over a live group (of a MegaMoE or "
+            f"a dispatcher: set its group): {error}"
         ) from error
 
 

@@ -246,14 +246,14 @@ class MegaMoE(nn.Module):
             RuntimeError: as :func:`~.op.mega_moe`; compiled before the buffer was built.
         """
         check_tensors(None, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
+            raise ValueError(f"x has shape {list(x.shape)}, needs a last dim of hidden = {self.hidden}")
         for name, routing in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if routing.shape != (*x.shape[:-1], self.top_k):
                 raise ValueError(
                     f"{name} has shape {list(routing.shape)}, needs the leading dims of x and top_k: "
                     f"{[*x.shape[:-1], self.top_k]}"
                 )
-        if x.shape[-1] != self.hidden:
-            raise ValueError(f"x has shape {list(x.shape)}, needs a last dim of hidden = {self.hidden}")
         buffer = self._placement.find(self._mma_type())
         if buffer is None:
             if torch.compiler.is_compiling():

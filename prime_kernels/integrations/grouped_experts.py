@@ -119,11 +119,7 @@ def allocate_main_grads(experts: nn.Module, dtype: torch.dtype = torch.float32) 
     parameters = dict(experts.named_parameters())
     if "w1" in parameters:
         w1, w3 = parameters.pop("w1"), parameters.pop("w3")
-        if w1.requires_grad != w3.requires_grad:
-            raise ValueError(
-                "one of w1 and w3 is frozen and the other is not; their gradient is accumulated as one, so "
-                "freeze both or neither"
-            )
+        _check_trained_together(w1, w3)
         if w1.requires_grad:
             for parameter, half in zip((w1, w3), gate_up_accumulator(w1, dtype), strict=True):
                 parameter.main_grad = half  # type: ignore[attr-defined]
@@ -131,6 +127,14 @@ def allocate_main_grads(experts: nn.Module, dtype: torch.dtype = torch.float32) 
         if parameter.requires_grad:
             main_grad = torch.zeros(local_tensor(parameter).shape, dtype=dtype, device=parameter.device)
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
+
+
+def _check_trained_together(gate: Tensor, up: Tensor) -> None:
+    if gate.requires_grad != up.requires_grad:
+        raise ValueError(
+            "one of w1 and w3 is frozen and the other is not; their gradient is accumulated as one, so "
+            "freeze both or neither"
+        )
 
 
 def gate_up_accumulator(gate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -177,6 +181,7 @@ def _whole_main_grad(gate: Tensor, up: Tensor) -> Tensor | None:
     halves = [getattr(weight, "main_grad", None) for weight in (gate, up)]
     if halves[0] is None and halves[1] is None:
         return None
+    _check_trained_together(gate, up)
     wholes = [getattr(half, _WHOLE, None) for half in halves]
     if wholes[0] is None or wholes[0] is not wholes[1]:
         raise ValueError(

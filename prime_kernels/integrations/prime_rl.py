@@ -156,7 +156,8 @@ def dispatch_config(document: Mapping[str, Any]) -> MegaMoEDispatchConfig:
     table: Any = document
     for depth, key in enumerate(CONFIG_TABLE):
         if not isinstance(table, Mapping):
-            raise ValueError(f"{'.'.join(CONFIG_TABLE[:depth])} is {table!r}, needs a table")
+            name = ".".join(CONFIG_TABLE[:depth]) or "the config"
+            raise ValueError(f"{name} is {table!r}, needs a table")
         if key not in table:
             raise ValueError(f"the config has no table [{'.'.join(CONFIG_TABLE)}]: {key} is missing")
         table = table[key]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import ep, runtime
+from ..checks import check_group
 from ..op import mega_moe
 from ..shared_buffers import mma_type_of, shared_buffer
 from ..symm import SymmBuffer
@@ -79,7 +80,7 @@ class MegaMoEDispatcher:
     that has one (:func:`~.grouped_experts.allocate_main_grads`).
 
     A copy of a model shares its dispatcher. A pickled dispatcher holds neither group nor buffers: it uses the
-    default group after loading.
+    default group after loading. Set ``group`` after the process group was made anew.
 
     Args:
         config: a :class:`~.prime_rl.MegaMoEDispatchConfig`. Its limit of SMs is set for the process
@@ -128,6 +129,17 @@ class MegaMoEDispatcher:
         self.group = group
         self.activation_clamp = activation_clamp
         self.keep = keep
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The EP group as it was given."""
+        return self._group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup | None) -> None:
+        """Move to another group; the buffers are built anew at the next :meth:`run`."""
+        check_group(group)
+        self._group = group
         self._buffers: dict[tuple[str, int, int], SymmBuffer] = {}
 
     def build_buffer(self, experts: nn.Module) -> SymmBuffer:
@@ -280,7 +292,7 @@ class MegaMoEDispatcher:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None, "_buffers": {}}
+        return {**self.__dict__, "_group": None, "_buffers": {}}
 
 
 def _local_tokens(name: str, tensor: Tensor) -> Tensor:

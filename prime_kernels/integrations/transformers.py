@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from ..dtensor import local_weight
 from ..module import MegaMoE
 from ..op import NAMESPACE, _check_precision
 from ..symm import SymmBuffer
@@ -74,16 +74,12 @@ class _Experts(MegaMoE):
             raise RuntimeError(
                 "no buffer yet; call build_buffers(model) before torch.compile traces the experts"
             )
-        gate_up, down = (_local(getattr(experts, name)) for name in _WEIGHTS)
+        gate_up, down = (local_weight(name, getattr(experts, name)) for name in _WEIGHTS)
         mma_type_dtypes = {dtype: mma_type for mma_type, dtype in DATA_DTYPES.items()}
         if gate_up.dtype in mma_type_dtypes:  # else the forward names the dtype it has no buffer for
             topk_weights = topk_weights.to(wide_dtype(mma_type_dtypes[gate_up.dtype]))
         weights = {"gate_up": gate_up, "down": down}
         return functional_call(self, weights, (x, topk_idx, topk_weights))
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def mega_moe_experts_forward(
@@ -264,8 +260,10 @@ def _why_not(module: Any) -> list[str]:
         reasons.append(f"its gate is not SwiGLU but a function of its own, {gate.__qualname__}")
     else:
         activation = getattr(module, "act_fn", None)
-        if type(activation) not in {nn.SiLU, type(ACT2FN["silu"]), type(ACT2FN["swish"])}:
-            reasons.append(f"its activation is {type(activation).__name__}, not SiLU")
+        silu = {nn.SiLU, type(ACT2FN["silu"]), type(ACT2FN["swish"])}
+        if activation is not nn.functional.silu and type(activation) not in silu:
+            name = getattr(activation, "__name__", type(activation).__name__)
+            reasons.append(f"its activation is {name}, not SiLU")
     if getattr(module, "_is_expert_parallel", False) or getattr(module, "_is_hooked", False):
         reasons.append("the library's own tensor or expert parallelism is on; load the model without it")
     if getattr(module.config, "num_experts_per_tok", None) is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from op_helpers import assert_close
 from prime_rl_cases import (
     EXPERTS,
@@ -156,9 +157,10 @@ def test_a_precision_that_is_not_built(fields: str, kernels: str, monkeypatch: p
         ({}, r"no table \[trainer.model.moe.dispatch\]: trainer is missing"),
         ({"trainer": {"model": {"moe": {}}}}, "dispatch is missing"),
         ({"trainer": {"model": 3}}, "trainer.model is 3, needs a table"),
+        ([], r"the config is \[\], needs a table"),
     ],
 )
-def test_a_file_without_the_table(document: dict[str, Any], message: str) -> None:
+def test_a_file_without_the_table(document: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dispatch_config(document)
 
@@ -292,6 +294,23 @@ def test_copies_share_and_files_hold_no_buffer() -> None:
     assert torch.equal(loaded(*tokens), y)
 
 
+def test_a_new_group_after_the_process_group_was_made_anew() -> None:
+    dispatcher, experts, tokens = make_dispatcher(), Experts(), make_tokens(3)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            dispatcher.group = None
+            y = dispatcher.run(*tokens, experts, score_before_experts=False)
+        finally:
+            dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="a dispatcher: set its group"):
+        dispatcher.run(*tokens, experts, score_before_experts=False)
+    dispatcher.group = None
+    assert torch.equal(dispatcher.run(*tokens, experts, score_before_experts=False), y)
+    with pytest.raises(ValueError, match="group is 'all', needs a"):
+        dispatcher.group = "all"
+
+
 # ---- compile
 
 
@@ -374,6 +393,18 @@ def test_frozen_experts() -> None:
     wanted = expected(layer.experts, x, scores, indices, torch.ones_like(x))[1]
     assert_close(layer.experts.w2.main_grad, wanted["w2"], EXACT)
     assert layer.experts.w1.grad is layer.experts.w3.grad is None
+
+
+def test_one_half_frozen_after_accumulators_were_made() -> None:
+    layer = Layer(Experts(), make_dispatcher())
+    allocate_main_grads(layer.experts, torch.float64)
+    layer.experts.w3.requires_grad_(False)
+    with pytest.raises(ValueError, match="one of w1 and w3 is frozen"):
+        layer(*make_tokens(3))
+    layer.experts.w1.requires_grad_(False)
+    layer(*make_tokens(3)).sum().backward()
+    assert not layer.experts.w1.main_grad.any()
+    assert layer.experts.w2.main_grad.any()
 
 
 def test_accumulators_that_are_not_one_tensor() -> None:

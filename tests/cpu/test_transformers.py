@@ -323,6 +323,21 @@ def test_other_activations_are_refused() -> None:
         apply(model, max_tokens_per_rank=TOKENS)
 
 
+def test_silu_as_a_function() -> None:
+    """As LFM2-MoE has it."""
+    reference = make_model(qwen3())
+    model = copy.deepcopy(reference)
+    for module in experts_of(model):
+        del module.act_fn
+        module.act_fn = nn.functional.gelu
+    with pytest.raises(ValueError, match="its activation is gelu, not SiLU"):
+        apply(model, max_tokens_per_rank=TOKENS)
+    for module in experts_of(model):
+        module.act_fn = nn.functional.silu
+    apply(model, max_tokens_per_rank=TOKENS)
+    assert distance(run(model).logits, run(reference).logits) < FP32_TOLERANCE
+
+
 def test_float16_is_refused() -> None:
     with pytest.raises(ValueError, match=r"its gate_up_proj is torch.float16, needs torch.bfloat16"):
         apply(make_model(qwen3(), torch.float16), max_tokens_per_rank=TOKENS)
@@ -406,6 +421,12 @@ def _expert_parallel(rank: int, size: int, folder: Path) -> None:
             weight = getattr(module, name)
             assert weight.to_local().shape[0] == EXPERTS // size
             assert distance(weight.grad.full_tensor(), getattr(twin, name).grad) < FP32_TOLERANCE
+    first = experts_of(model)[0].down_proj
+    first.main_grad = torch.zeros_like(first.to_local())
+    wanted, first.grad = first.grad, None
+    model(**make_batch(rank, counts[rank])).loss.backward()
+    assert first.grad is None
+    assert distance(first.main_grad, wanted.to_local()) < FP32_TOLERANCE
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     model.save_pretrained(folder, state_dict=whole)  # by the first rank alone, as the library does
     dist.barrier()
