@@ -144,3 +144,9 @@ def test_tables_are_those_of_the_results() -> None:
     command = [sys.executable, REPO / "ci" / "tables.py", "--check"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_page_on_kernels_names_every_shared_header() -> None:
+    page = (REPO / "docs" / "how-to-add-a-kernel.md").read_text()
+    headers = (REPO / "prime_kernels" / "include" / "prime_kernels").iterdir()
+    assert [path.name for path in headers if f"`{path.name}`" not in page] == []
