@@ -100,6 +100,12 @@ def _dispatch(prog: str, commands: Mapping[str, Command], argv: Sequence[str]) -
         function = _load(command.target)
         assert callable(function), command.target
         return int(function(parsed.arguments))
+    except SystemExit as stop:
+        if not isinstance(stop.code, str):
+            raise
+        # A command's last words. By itself Python would print them too, and end with 1.
+        print(stop.code, file=sys.stderr)
+        return EXIT_USAGE
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in CLI_EXTRA_MODULES:

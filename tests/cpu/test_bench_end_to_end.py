@@ -97,12 +97,6 @@ def test_arguments_that_cannot_be(words: str, message: str, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
-def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="torch sees none; --device cpu is for toy sizes"):
-        cli.main(["bench", "end-to-end"])
-
-
 @pytest.mark.parametrize("words", [[], SMALL_WORDS, OTHER_WORDS])
 def test_the_recorded_command_repeats_the_run(words: list[str]) -> None:
     arguments, case = end_to_end.parse(words)

@@ -127,12 +127,6 @@ def test_a_model_whose_sizes_the_kernels_do_not_take(
     assert layer_size("gpt-oss-20b", 64, 16).hidden == 2880
 
 
-def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="torch sees none"):
-        cli.main(["bench", "layer"])
-
-
 def test_the_recorded_command_repeats_the_run() -> None:
     words = "--model deepseek-v3 --tokens 4096 1024 4096 --experts-per-rank 32 --dw bf16 --routing even"
     words += " --peers eager --backward keep --rounds 3 --trace --out x"

@@ -155,6 +155,26 @@ def test_an_interrupted_command_leaves_no_traceback(
     assert capsys.readouterr().err == f"python -m {cli.PACKAGE} plain: interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bench gemm", "bench gemm measures a GPU and torch sees none"),
+        ("bench layer", "bench layer measures a GPU and torch sees none"),
+        ("bench ep", "bench ep measures GPUs and torch sees none"),
+        (
+            "bench end-to-end",
+            "bench end-to-end measures a GPU and torch sees none; --device cpu is for toy sizes",
+        ),
+    ],
+)
+def test_a_benchmark_without_a_gpu_cannot_start(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(words.split()) == cli.EXIT_USAGE
+    assert capsys.readouterr().err == f"{message}\n"
+
+
 @pytest.fixture
 def unread_pipe() -> Iterator[int]:
     """The writing end of a pipe whose reader has left."""
