@@ -37,9 +37,9 @@ class SizeLimits:
 
 _ATOM = SizeLimit(multiple=64, least=64)
 # By backend. SM90: a row of a swizzled tile has 64 columns, tiles at the edge of a matrix are cut to whole
-# ones, and a product along H fills the operand ring at least once (docs/protocol.md, "Why nothing deadlocks");
-# `takes_shape` in tiles.cuh says the same to the compiler. The reference needs none of it, but what it takes
-# shall not fail on a GPU later; H below 256 alone is left to tests.
+# ones, and a product along H fills the operand ring at least once (docs/protocol.md, "Why nothing
+# deadlocks"); `takes_shape` in tiles.cuh says the same to the compiler. The reference needs none of it, but
+# what it takes shall not fail on a GPU later; H below 256 alone is left to tests.
 SIZE_LIMITS = {
     "sm90": SizeLimits(hidden=SizeLimit(multiple=64, least=256), intermediate=_ATOM),
     "reference": SizeLimits(hidden=_ATOM, intermediate=_ATOM),
