@@ -43,7 +43,7 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "doctor": Command("what is installed, what is missing, and the pip line that fixes it", "doctor:main"),
+    "doctor": Command("what is installed, what is missing or set wrong, and what fixes it", "doctor:main"),
     "warmup": Command("compile the kernels of a model into the cache; needs no GPU", "warmup:main"),
     "train": Command("train a small MoE language model on real text and check its gradients", "train:main"),
     "parity": Command(
