@@ -1,4 +1,4 @@
-// What the host hands to the kernels: where things are. The host fills these structs (forward/launch.py mirrors them).
+// What the host hands to the kernels: where things are. The host fills these structs (exchange.py, sm90.py and the two sm90_bf16.py mirror them).
 #pragma once
 
 #include <cuda/std/cstdint>
