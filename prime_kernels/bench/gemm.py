@@ -87,11 +87,13 @@ def layer_load(name: str, tokens: int = TOKENS_PER_RANK) -> LayerLoad:
         name: ``MODEL:EP``, a model of :mod:`..models` and the ranks that share its experts.
 
     Raises:
-        ValueError: for an unknown name, or rows that don't split into whole 128-row blocks per expert.
+        ValueError: unknown name, no tokens, or rows that don't split into whole 128-row blocks per expert.
     """
     model, _, ep = name.partition(":")
     if not ep.isdecimal():
         raise ValueError(f"load {name!r} must be MODEL:EP, for example {DEFAULT_LOADS[0]}")
+    if tokens < 1:
+        raise ValueError(f"--tokens is {tokens}; needs at least 1")
     shape = model_shape(model)
     experts = shape.experts_per_rank(int(ep))
     rows = tokens * shape.top_k
@@ -253,7 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--commit", default="", help="commit to record where there is no checkout")
     arguments = parser.parse_args(argv)
-    loads = [layer_load(name, arguments.tokens) for name in arguments.load]
+    try:
+        loads = [layer_load(name, arguments.tokens) for name in arguments.load]
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         raise SystemExit("bench gemm measures a GPU and torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())

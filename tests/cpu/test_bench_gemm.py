@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from prime_kernels.bench.gemm import BACKWARD, FORWARD, GemmResult, format_table, layer_load, sum_ms
+from prime_kernels.bench.gemm import BACKWARD, FORWARD, GemmResult, format_table, layer_load, main, sum_ms
 from prime_kernels.bench.gemm_sweep import candidates, label, products
+from prime_kernels.cli import EXIT_USAGE
 from prime_kernels.gemm_heuristics import SMEM_BUDGET, choose_config
 
 
@@ -22,11 +23,19 @@ def test_a_load_is_one_ranks_share() -> None:
         ("unheard-of:8", 16384, "unknown model 'unheard-of'"),
         ("qwen3-30b-a3b:7", 16384, "128 experts"),
         ("qwen3-30b-a3b:8", 100, "800 rows do not split into multiples of 128 rows for 16 experts"),
+        ("qwen3-30b-a3b:8", 0, "--tokens is 0; needs at least 1"),
+        ("qwen3-30b-a3b:8", -16384, "--tokens is -16384; needs at least 1"),
     ],
 )
-def test_loads_that_cannot_be_measured(name: str, tokens: int, message: str) -> None:
+def test_loads_that_cannot_be_measured(
+    name: str, tokens: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match=message):
         layer_load(name, tokens)
+    with pytest.raises(SystemExit) as ended:
+        main(["--load", name, "--tokens", str(tokens)])
+    assert ended.value.code == EXIT_USAGE
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b:8", "qwen3-235b-a22b:8", "qwen3-30b-a3b:1"])
