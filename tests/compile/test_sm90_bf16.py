@@ -93,9 +93,11 @@ def test_registers_and_instructions(name: str, tmp_path: Path) -> None:
     # ptxas says so when it ignores setmaxnreg; the math warpgroups then run short of registers.
     assert cubin.warnings == ()
     assert resources.static_smem == 0
-    # Where tiles are cut, a few values lie in memory between the main loops; those are looked at below.
+    # Where tiles are cut or times are taken, a few values lie in memory between the main loops; those are
+    # looked at below.
     hidden, inter = map(int, name.split()[1].split("x"))
-    if name.startswith("forward") and hidden % TILE_OF_H == 0 and inter % TILE_OF_I == 0:
+    whole_tiles = hidden % TILE_OF_H == 0 and inter % TILE_OF_I == 0
+    if name.startswith("forward") and whole_tiles and "traced" not in name:
         assert resources.spill_store_bytes == resources.spill_load_bytes == 0
         assert resources.stack_bytes == resources.local_bytes == 0
     found = instructions(cubin, tmp_path)
