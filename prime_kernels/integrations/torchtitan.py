@@ -91,6 +91,11 @@ def _experts_forward(experts: Any, x: Tensor, routing: _Routing) -> Tensor:
 
 
 def _local(name: str, weight: Tensor) -> Tensor:
+    if getattr(weight, "main_grad", None) is not None:
+        raise ValueError(
+            f"{name} has a main_grad; gradients of these experts are returned, since w1 and w3 are joined "
+            "anew in each forward: delete main_grad, and let the optimizer read .grad"
+        )
     if not isinstance(weight, DTensor):
         return weight
     check_placements(name, weight, "experts")
@@ -131,6 +136,8 @@ def apply(
             an unknown precision or ``keep``; experts that do not divide over the group. The model is
             unchanged.
         RuntimeError: a precision without a kernel, a model that is switched over already.
+
+    A forward raises ValueError where a weight has a ``main_grad``.
     """
     _check_precision(precision, next(iter(DATA_DTYPES)))
     found = dict(_routed_experts(model))

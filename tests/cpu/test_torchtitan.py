@@ -387,6 +387,17 @@ def test_the_librarys_expert_parallelism_is_refused() -> None:
         dispatcher.wire_meshes(ep_mesh=object())
 
 
+@pytest.mark.parametrize("name", ["w1_EFD", "w2_EDF", "w3_EFD"])
+def test_a_main_grad_is_refused(name: str) -> None:
+    """Rather than filled for one weight and not for the others."""
+    _, model = make_pair(torch.bfloat16)
+    weights = dict(model.named_parameters())
+    path = next(path for path in weights if path.endswith(name))
+    weights[path].main_grad = torch.zeros(weights[path].shape)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"{name} has a main_grad; .* delete main_grad"):
+        model(make_x(torch.bfloat16))
+
+
 def test_wrong_settings() -> None:
     model = make_model()
     for precision in ("fp8", "fp8_bwd", "mxfp8"):
