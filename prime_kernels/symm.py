@@ -130,8 +130,8 @@ class SymmBuffer:
     With the SM90 backend calls are asynchronous. What a kernel finds wrong (a peer that does not arrive,
     pools that are too small, an expert index out of range) is raised by the next call on the buffer or any
     view of it, by :meth:`check`, or by :meth:`destroy`; ``set_synchronous_checks`` makes each call wait and
-    raise. The calls of a buffer and its views belong on one stream, or on streams ordered by events, and on one
-    thread at a time. Destroy the buffer, or wait for its stream, before its memory is let go.
+    raise. The calls of a buffer and its views belong on one stream, or on streams ordered by events, and on
+    one thread at a time. Destroy the buffer, or wait for its stream, before its memory is let go.
 
     Raises:
         ValueError: an argument outside its limits, or one that differs between ranks (names both).
