@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from ..integrations import transformers as _  # noqa: F401 - the version it needs
     except ImportError as error:
-        print(f"{PACKAGE} bench end-to-end: {error}", file=sys.stderr)
+        print(f"{PACKAGE} bench end-to-end: {error}; pip install 'transformers>=5.17,<6'", file=sys.stderr)
         return EXIT_USAGE
     from .end_to_end_report import as_text, write_reports
 
