@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dtensor import check_placements as check_placements
 from ..dtensor import local_weight
 
 SPLIT_NAMES = ("w1", "w2", "w3")

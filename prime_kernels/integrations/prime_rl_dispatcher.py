@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from .. import ep, runtime
 from ..checks import check_group
+from ..dtensor import check_placements
 from ..op import mega_moe
 from ..shared_buffers import mma_type_of, shared_buffer
 from ..symm import SymmBuffer
 from ..validation import check_clamp, check_keep, wide_dtype
-from .grouped_experts import check_experts, check_placements, expert_weights
+from .grouped_experts import check_experts, expert_weights
 
 #: Where the framework's config file holds the fields of :class:`~.prime_rl.MegaMoEDispatchConfig`.
 CONFIG_TABLE = ("trainer", "model", "moe", "dispatch")

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from ..dtensor import local_weight
 from ..module import MegaMoE
 from ..op import _check_precision
 from ..validation import DATA_DTYPES
 from .expert_sharding import check_can_shard, gather_experts, shard_experts
-from .grouped_experts import check_placements
 
 REQUIREMENT = "torchtitan>=0.3,<0.4"
 
@@ -96,10 +95,7 @@ def _local(name: str, weight: Tensor) -> Tensor:
             f"{name} has a main_grad; gradients of these experts are returned, since w1 and w3 are joined "
             "anew in each forward: delete main_grad, and let the optimizer read .grad"
         )
-    if not isinstance(weight, DTensor):
-        return weight
-    check_placements(name, weight, "experts")
-    return weight.to_local()
+    return local_weight(name, weight)
 
 
 def apply(

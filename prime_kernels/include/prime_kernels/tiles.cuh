@@ -205,8 +205,8 @@ struct MainLoop {
     }
 
     __device__ __forceinline__ static void run(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
-                                               float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
-        const uint32_t last = start(stage, k_blocks, warpgroup, lane, acc, pending);
+                                               float (&acc)[kAccumulators]) {
+        const uint32_t last = start(stage, k_blocks, warpgroup, lane, acc);
         finish(acc);
         OperandRing::release(last, lane);
     }
@@ -214,8 +214,8 @@ struct MainLoop {
     // Keeps the last `kHold` stages, those before `stage` as it is afterwards, from being filled again.
     template <uint32_t kHold>
     __device__ __forceinline__ static void run_and_hold(Stage& stage, uint32_t k_blocks, uint32_t warpgroup, uint32_t lane,
-                                                        float (&acc)[kAccumulators], uint32_t pending = kNoStage) {
-        start<kHold>(stage, k_blocks, warpgroup, lane, acc, pending);
+                                                        float (&acc)[kAccumulators]) {
+        start<kHold>(stage, k_blocks, warpgroup, lane, acc);
         finish(acc);
     }
 };
